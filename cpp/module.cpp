@@ -1,0 +1,266 @@
+// The Python face of the kernels: it checks shapes and bounds, releases the GIL and splits the work over threads.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "plane.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace csv_decode {
+namespace {
+
+template <typename T, int Dims>
+using In = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+template <typename T, int Dims>
+using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+constexpr int kParameters = 10;  // half_scale, offset, constant, norm[4], base, slack, start_slack
+
+void expect(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+std::vector<std::string> supported() {
+  std::vector<std::string> names = {"generic"};
+#if defined(CSV_DECODE_X86)
+  __builtin_cpu_init();  // checks cpuid and, through xgetbv, the operating system
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    names.push_back("avx2");
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))
+      names.push_back("avx512");
+  }
+#endif
+  return names;
+}
+
+const Kernels* find(const std::string& name) {
+  auto names = supported();
+  if (std::find(names.begin(), names.end(), name) == names.end())
+    throw std::invalid_argument("this processor cannot run the kernels '" + name + "'");
+#if defined(CSV_DECODE_X86)
+  if (name == "avx2") return &avx2_kernels;
+  if (name == "avx512") return &avx512_kernels;
+#endif
+  return &generic_kernels;
+}
+
+// A plane whose arrays have been checked; it keeps them alive.
+class BoundPlane {
+ public:
+  BoundPlane(In<uint32_t, 2> words, In<uint16_t, 1> rho, std::optional<In<float, 1>> bias, In<int32_t, 2> segments)
+      : words_(words), rho_(rho), bias_(bias) {
+    plane_.words = words.data();
+    plane_.rho = rho.data();
+    plane_.bias = bias ? bias->data() : nullptr;
+    plane_.rows = static_cast<int64_t>(rho.shape(0));
+    plane_.words_per_row = static_cast<int32_t>(words.shape(1));
+    expect(!bias || bias->shape(0) == rho.shape(0), "bias and rho differ in length");
+    expect(segments.shape(0) <= kMaxSegments && segments.shape(1) == 2, "segments must be at most 3 pairs");
+    plane_.n_segments = static_cast<int32_t>(segments.shape(0));
+    int64_t used = 1;
+    for (int i = 0; i < plane_.n_segments; ++i) {
+      int32_t bits = segments(i, 0), count = segments(i, 1);
+      expect(bits == 1 || bits == 2 || bits == 4, "fields have 1, 2 or 4 bits");
+      expect(count > 0, "segments have at least one word");
+      plane_.segments[i] = {bits, count};
+      used += count;
+      slots_ += static_cast<int64_t>(count) * 4 * (8 / bits);
+    }
+    expect(used == plane_.words_per_row, "segments do not fill the words of a row");
+    expect(slots_ < 1000000, "too many slots for 32-bit sums");
+    int64_t stored = static_cast<int64_t>(words.shape(0));
+    expect(stored >= plane_.rows, "fewer code rows than rows");
+  }
+
+  const Plane& plane() const { return plane_; }
+  int64_t slots() const { return slots_; }
+  int64_t stored() const { return static_cast<int64_t>(words_.shape(0)); }
+
+ private:
+  In<uint32_t, 2> words_;
+  In<uint16_t, 1> rho_;
+  std::optional<In<float, 1>> bias_;
+  Plane plane_{};
+  int64_t slots_ = 0;
+};
+
+std::vector<PlaneState> states_of(const BoundPlane& plane, In<int8_t, 2> hi, In<int8_t, 2> lo, In<double, 2> params) {
+  size_t n = params.shape(0);
+  expect(params.shape(1) == kParameters, "ten parameters a state");
+  expect(hi.shape(0) == n && lo.shape(0) == n, "halves and parameters differ in number");
+  expect(static_cast<int64_t>(hi.shape(1)) == plane.slots() && hi.shape(1) == lo.shape(1), "a state byte a slot");
+  std::vector<PlaneState> out(n);
+  for (size_t b = 0; b < n; ++b) {
+    const double* p = params.data() + b * kParameters;
+    out[b].hi = hi.data() + b * hi.shape(1);
+    out[b].lo = lo.data() + b * lo.shape(1);
+    out[b].half_scale = p[0];
+    out[b].offset = p[1];
+    out[b].constant = p[2];
+    for (int g = 0; g < kGroups; ++g) out[b].norm[g] = p[3 + g];
+    out[b].base = p[7];
+    out[b].slack = p[8];
+    out[b].start_slack = p[9];
+  }
+  return out;
+}
+
+void screen(const std::string& isa, int threads, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
+            In<double, 2> params, std::optional<In<uint8_t, 1>> open, Out<float, 2> centre, Out<float, 2> upper) {
+  const Kernels* kernels = find(isa);
+  const Plane& plane = bound.plane();
+  auto states = states_of(bound, hi, lo, params);
+  int64_t blocks = (plane.rows + kInterleave - 1) / kInterleave;
+  expect(bound.stored() == blocks * kInterleave, "plane 0 stores whole blocks of 16 rows");
+  expect(centre.shape(0) == states.size() && upper.shape(0) == states.size(), "one output row a state");
+  expect(static_cast<int64_t>(centre.shape(1)) == plane.rows && centre.shape(1) == upper.shape(1),
+         "one output column a row");
+  expect(!open || static_cast<int64_t>(open->shape(0)) == blocks, "one open byte a block");
+  nb::gil_scoped_release release;
+  parallel_ranges(threads, blocks, 64, [&](int64_t first, int64_t last) {
+    kernels->screen(plane, states.data(), static_cast<int>(states.size()), open ? open->data() : nullptr, first, last,
+                    centre.data(), upper.data(), plane.rows);
+  });
+}
+
+void refine(const std::string& isa, int threads, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
+            In<double, 2> params, In<int64_t, 1> rows, In<float, 1> start, Out<float, 1> centre, Out<float, 1> upper) {
+  const Kernels* kernels = find(isa);
+  auto states = states_of(bound, hi, lo, params);
+  int64_t n = static_cast<int64_t>(rows.shape(0));
+  expect(states.size() == 1, "one state at a time");
+  expect(start.shape(0) == rows.shape(0) && centre.shape(0) == rows.shape(0) && upper.shape(0) == rows.shape(0),
+         "one entry a row");
+  for (int64_t i = 0; i < n; ++i)
+    if (rows(i) < 0 || rows(i) >= bound.plane().rows) throw std::out_of_range("row outside the plane");
+  nb::gil_scoped_release release;
+  parallel_ranges(threads, n, 256, [&](int64_t first, int64_t last) {
+    kernels->refine(bound.plane(), states[0], rows.data(), start.data(), first, last, centre.data(), upper.data());
+  });
+}
+
+void score(const std::string& isa, int threads, nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows,
+           int type, std::optional<In<int64_t, 1>> ids, In<double, 2> h, Out<double, 2> value,
+           Out<double, 2> magnitude) {
+  const Kernels* kernels = find(isa);
+  expect(type >= 0 && type <= 2, "row type is 0 (float32), 1 (float16) or 2 (bfloat16)");
+  expect(rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
+  expect(rows.shape(1) == h.shape(1), "rows and states differ in width");
+  int64_t n = static_cast<int64_t>(ids ? ids->shape(0) : rows.shape(0));
+  expect(value.shape(0) == h.shape(0) && magnitude.shape(0) == h.shape(0), "one output row a state");
+  expect(static_cast<int64_t>(value.shape(1)) == n && static_cast<int64_t>(magnitude.shape(1)) == n,
+         "one output column a row");
+  if (ids)
+    for (int64_t i = 0; i < n; ++i)
+      if ((*ids)(i) < 0 || (*ids)(i) >= static_cast<int64_t>(rows.shape(0)))
+        throw std::out_of_range("row outside the weights");
+  Rows view = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
+  nb::gil_scoped_release release;
+  parallel_ranges(threads, n, 32, [&](int64_t first, int64_t last) {
+    kernels->score(view, ids ? ids->data() : nullptr, first, last, h.data(), static_cast<int>(h.shape(0)),
+                   value.data(), magnitude.data(), n);
+  });
+}
+
+using Ids = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+
+Ids to_numpy(std::vector<int64_t> ids) {
+  auto* held = new std::vector<int64_t>(std::move(ids));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return Ids(held->data(), {held->size()}, owner);
+}
+
+// The m largest values: larger first, then the smaller index. NaN is skipped.
+Ids leaders(const std::string& isa, int threads, In<float, 1> values, int64_t m) {
+  const Kernels* kernels = find(isa);
+  int64_t n = static_cast<int64_t>(values.shape(0));
+  m = std::max<int64_t>(0, std::min(m, n));
+  const float* v = values.data();
+  auto before = [v](int64_t a, int64_t b) { return v[a] > v[b] || (v[a] == v[b] && a < b); };
+  std::vector<int64_t> all;
+  std::mutex mutex;
+  {
+    nb::gil_scoped_release release;
+    if (m > 0)
+      parallel_ranges(threads, n, 16384, [&](int64_t first, int64_t last) {
+        std::vector<int64_t> heap;  // the worst of the best m on top
+        heap.reserve(static_cast<size_t>(std::min(m, last - first)));
+        int64_t i = first;
+        while (i < last) {
+          if (static_cast<int64_t>(heap.size()) < m) {
+            if (v[i] == v[i]) {
+              heap.push_back(i);
+              std::push_heap(heap.begin(), heap.end(), before);
+            }
+            ++i;
+            continue;
+          }
+          i = kernels->next_above(v, i, last, v[heap.front()]);
+          if (i == last) break;
+          if (v[i] == v[i]) {
+            std::pop_heap(heap.begin(), heap.end(), before);
+            heap.back() = i;
+            std::push_heap(heap.begin(), heap.end(), before);
+          }
+          ++i;
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        all.insert(all.end(), heap.begin(), heap.end());
+      });
+    std::sort(all.begin(), all.end(), before);
+    if (static_cast<int64_t>(all.size()) > m) all.resize(static_cast<size_t>(m));
+  }
+  return to_numpy(std::move(all));
+}
+
+// Indices with !(value <= bar) in rising order, and the largest of the others (-inf without any).
+std::tuple<Ids, float> select_above(const std::string& isa, In<float, 1> values, float bar) {
+  const Kernels* kernels = find(isa);
+  int64_t n = static_cast<int64_t>(values.shape(0));
+  float dropped = -std::numeric_limits<float>::infinity();
+  std::vector<int64_t> ids;
+  {
+    nb::gil_scoped_release release;
+    constexpr int64_t kStep = 16384;
+    int64_t buffer[kStep];
+    for (int64_t first = 0; first < n; first += kStep) {
+      int64_t count = kernels->select(values.data(), first, std::min(n, first + kStep), bar, buffer, &dropped);
+      ids.insert(ids.end(), buffer, buffer + count);
+    }
+  }
+  return {to_numpy(std::move(ids)), dropped};
+}
+
+}  // namespace
+}  // namespace csv_decode
+
+NB_MODULE(_native, m) {
+  using namespace csv_decode;
+  m.def("supported", &supported, "Instruction sets that this build and this processor can run, slowest first.");
+  nb::class_<BoundPlane>(m, "Plane")
+      .def(nb::init<In<uint32_t, 2>, In<uint16_t, 1>, std::optional<In<float, 1>>, In<int32_t, 2>>(), "words"_a,
+           "rho"_a, "bias"_a.none(), "segments"_a);
+  m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
+        "upper"_a);
+  m.def("refine", &refine, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,
+        "centre"_a, "upper"_a);
+  m.def("score", &score, "isa"_a, "threads"_a, "rows"_a, "type"_a, "ids"_a.none(), "h"_a, "value"_a, "magnitude"_a);
+  m.def("leaders", &leaders, "isa"_a, "threads"_a, "values"_a, "m"_a);
+  m.def("select", &select_above, "isa"_a, "values"_a, "bar"_a);
+}

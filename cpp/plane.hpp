@@ -1,0 +1,81 @@
+// Plain data that crosses the boundary between the dispatcher and the kernels.
+// Nothing here owns memory, and nothing here knows Python, models or certificates.
+#pragma once
+#include <cstdint>
+
+namespace csv_decode {
+
+constexpr int kInterleave = 16;  // rows of plane 0 that share a 64-byte vector
+constexpr int kGroups = 4;       // groups of dimensions with a radius each
+constexpr int kMaxSegments = 3;  // fields of 4, 2 and 1 bits
+
+// `words` consecutive 32-bit words of a row whose bytes each hold 8 / bits fields of `bits` bits.
+// Sub-field s of byte k of word t is slot (s * words + t) * 4 + k of the segment.
+struct Segment {
+  int32_t bits;
+  int32_t words;
+};
+
+// One plane of codes. Each row is one radius word (kGroups bytes) followed by the code words of the segments.
+// Plane 0 stores rows 16 by 16, word by word ([block][word][row]); later planes store a row after another.
+struct Plane {
+  const uint32_t* words;
+  const uint16_t* rho;   // (rows) bfloat16, the row scale
+  const float* bias;     // (rows) or null
+  int64_t rows;
+  int32_t words_per_row;  // the radius word included
+  int32_t n_segments;
+  Segment segments[kMaxSegments];
+};
+
+// What one hidden state becomes for one plane. With D = 256 * hi + lo the integer dot of a row's codes:
+//   centre = start + rho * (half_scale * (2 D - offset))
+//   upper  = centre + rho * (constant + sum_g radius_g * norm_g) + slack + |start| * start_slack
+// `start` is `base` + bias for plane 0 and the centre of the plane before for the others.
+struct PlaneState {
+  const int8_t* hi;  // (slots) high and low halves of the 16-bit state, in slot order, segment by segment
+  const int8_t* lo;
+  double half_scale;
+  double offset;
+  double constant;
+  double norm[kGroups];
+  double base;
+  double slack;
+  double start_slack;
+};
+
+enum class RowType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
+
+struct Rows {
+  const void* data;  // (rows, width), row-major
+  RowType type;
+  int64_t width;
+};
+
+// One table for each instruction set; every entry gives the same bits in all of them.
+struct Kernels {
+  // Plane 0, blocks [first, last): centre and upper of n_states states, state b at b * stride. Blocks whose `open`
+  // byte is 0 get -infinity in both. `open` may be null.
+  void (*screen)(const Plane&, const PlaneState*, int n_states, const uint8_t* open, int64_t first, int64_t last,
+                 float* centre, float* upper, int64_t stride);
+  // A later plane, for entries [first, last) of `rows`; `start` holds the centres that the plane before left.
+  void (*refine)(const Plane&, const PlaneState&, const int64_t* rows, const float* start, int64_t first,
+                 int64_t last, float* centre, float* upper);
+  // Float64 dots of rows with states h (n_states, width), over 16 lanes in a fixed order, and the same of the
+  // absolute values. `ids` selects rows (null: row i is i); entry i of state b goes to i + b * stride.
+  void (*score)(const Rows&, const int64_t* ids, int64_t first, int64_t last, const double* h, int n_states,
+                double* value, double* magnitude, int64_t stride);
+  // The first index in [first, last) with !(values[i] <= bar), or last.
+  int64_t (*next_above)(const float* values, int64_t first, int64_t last, float bar);
+  // Writes the indices in [first, last) with !(values[i] <= bar) to `ids`, returns how many there are, and raises
+  // *dropped to the largest of the other values.
+  int64_t (*select)(const float* values, int64_t first, int64_t last, float bar, int64_t* ids, float* dropped);
+};
+
+extern const Kernels generic_kernels;
+#if defined(CSV_DECODE_X86)
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+}  // namespace csv_decode

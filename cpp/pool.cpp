@@ -1,0 +1,103 @@
+#include "pool.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace csv_decode {
+namespace {
+
+struct Job {
+  const std::function<void(int64_t)>* task = nullptr;
+  int64_t tasks = 0;
+  std::atomic<int64_t> next{0};
+  int helpers = 0;  // workers that may still join; guarded by the pool's mutex
+  int active = 0;   // workers inside the job; guarded by the pool's mutex
+
+  void work() {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) (*task)(i);
+  }
+};
+
+class Pool {
+ public:
+  std::mutex caller;  // held by the one caller that the workers serve
+
+  void run(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
+    Job job;
+    job.task = &task;
+    job.tasks = tasks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      while (static_cast<int>(workers_) < threads - 1) {
+        std::thread([this] { serve(); }).detach();
+        ++workers_;
+      }
+      job.helpers = threads - 1;
+      job_ = &job;
+    }
+    wake_.notify_all();
+    job.work();
+    std::unique_lock<std::mutex> lock(mutex_);
+    job_ = nullptr;
+    done_.wait(lock, [&] { return job.active == 0; });
+  }
+
+ private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return job_ && job_->helpers > 0; });
+      Job* job = job_;
+      --job->helpers;
+      ++job->active;
+      lock.unlock();
+      job->work();
+      lock.lock();
+      if (--job->active == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  Job* job_ = nullptr;
+  int workers_ = 0;
+};
+
+// Never destroyed: detached workers may outlive main. A forked child has no workers, so it gets a new pool.
+Pool* pool = nullptr;
+
+Pool& the_pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  });
+  return *pool;
+}
+
+}  // namespace
+
+void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
+  threads = static_cast<int>(std::min<int64_t>(threads, tasks));
+  if (threads > 1) {
+    Pool& p = the_pool();
+    std::unique_lock<std::mutex> lock(p.caller, std::try_to_lock);
+    if (lock.owns_lock()) return p.run(threads, tasks, task);
+  }
+  for (int64_t i = 0; i < tasks; ++i) task(i);
+}
+
+void parallel_ranges(int threads, int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+  int64_t pieces = threads > 1 ? static_cast<int64_t>(threads) * 8 : 1;
+  int64_t size = std::max(grain, (n + pieces - 1) / pieces);
+  int64_t tasks = (n + size - 1) / size;
+  parallel(threads, tasks, [&](int64_t i) { body(i * size, std::min(n, (i + 1) * size)); });
+}
+
+}  // namespace csv_decode

@@ -1,0 +1,16 @@
+// A bounded pool of worker threads that sleep on a condition variable between calls: they never spin, so they take
+// nothing from another pool (torch, llama.cpp) on the same cores. The calling thread works too.
+#pragma once
+#include <cstdint>
+#include <functional>
+
+namespace csv_decode {
+
+// Runs task(0) .. task(tasks - 1) on at most `threads` threads, the caller included, and returns when all are done.
+// A second caller that finds the pool busy does its own work on its own thread.
+void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task);
+
+// Cuts [0, n) into ranges of at least `grain`, a few for each thread, and runs body(first, last) on them.
+void parallel_ranges(int threads, int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+
+}  // namespace csv_decode

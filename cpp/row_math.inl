@@ -1,0 +1,182 @@
+// Scalar pieces shared by the instruction-set units. Included once by each of them inside an anonymous namespace:
+// internal linkage, so that code compiled for AVX-512 can never be picked by the linker for another unit.
+// No fused multiply-add anywhere (-ffp-contract=off): every unit gives the same bits.
+
+inline float bf16_to_float(uint16_t v) {
+  uint32_t bits = static_cast<uint32_t>(v) << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+inline float f16_to_float(uint16_t v) {
+  uint32_t sign = static_cast<uint32_t>(v & 0x8000u) << 16;
+  uint32_t exponent = (v >> 10) & 0x1fu;
+  uint32_t mantissa = v & 0x3ffu;
+  uint32_t bits;
+  if (exponent == 0x1f) {
+    bits = sign | 0x7f800000u | (mantissa << 13);
+  } else if (exponent != 0) {
+    bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+  } else {  // zero or subnormal: mantissa * 2^-24, exact in float32
+    float f = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  float f;
+  __builtin_memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+// The smallest float32 that is not below x (NaN stays NaN).
+inline float round_up(double x) {
+  float f = static_cast<float>(x);
+  if (static_cast<double>(f) < x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &f, sizeof bits);
+    if (f == 0.0f)
+      bits = 1u;
+    else if (f > 0.0f)
+      bits += 1;
+    else
+      bits -= 1;
+    __builtin_memcpy(&f, &bits, sizeof bits);
+  }
+  return f;
+}
+
+inline double absolute(double x) { return __builtin_fabs(x); }
+
+// The float part of a bound; see PlaneState. The order of operations is part of the contract between kernels.
+inline void bound(const PlaneState& s, double start, double rho, uint32_t radii, int32_t hi, int32_t lo, float* centre,
+                  float* upper) {
+  double dot = 256.0 * static_cast<double>(hi) + static_cast<double>(lo);
+  double along = rho * (s.half_scale * ((dot + dot) - s.offset));
+  double r0 = static_cast<double>(radii & 255u) * s.norm[0];
+  double r1 = static_cast<double>((radii >> 8) & 255u) * s.norm[1];
+  double r2 = static_cast<double>((radii >> 16) & 255u) * s.norm[2];
+  double r3 = static_cast<double>(radii >> 24) * s.norm[3];
+  double radius = rho * (s.constant + ((r0 + r1) + (r2 + r3)));
+  double mid = start + along;
+  *centre = static_cast<float>(mid);
+  *upper = round_up((mid + radius) + (s.slack + absolute(start) * s.start_slack));
+}
+
+// The fixed order in which 16 partial sums become one.
+inline double fold16(const double* lane) {
+  double a[8], b[4];
+  for (int i = 0; i < 8; ++i) a[i] = lane[i] + lane[i + 8];
+  for (int i = 0; i < 4; ++i) b[i] = a[i] + a[i + 4];
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+template <int Bits>
+inline void scalar_segment(const uint32_t* words, int64_t step, int count, const int8_t* hi, const int8_t* lo,
+                           int32_t* sum_hi, int32_t* sum_lo) {
+  constexpr int kFields = 8 / Bits;
+  constexpr uint32_t kMask = (1u << Bits) - 1;
+  int32_t a = 0, b = 0;
+  for (int f = 0; f < kFields; ++f)
+    for (int t = 0; t < count; ++t) {
+      uint32_t w = words[t * step] >> (f * Bits);
+      const int8_t* h = hi + (f * count + t) * 4;
+      const int8_t* l = lo + (f * count + t) * 4;
+      for (int k = 0; k < 4; ++k) {
+        int32_t c = static_cast<int32_t>((w >> (8 * k)) & kMask);
+        a += c * h[k];
+        b += c * l[k];
+      }
+    }
+  *sum_hi += a;
+  *sum_lo += b;
+}
+
+// Integer dot of one row whose code words are `step` words apart.
+inline void scalar_dot(const Plane& p, const PlaneState& s, const uint32_t* words, int64_t step, int32_t* sum_hi,
+                       int32_t* sum_lo) {
+  const int8_t* hi = s.hi;
+  const int8_t* lo = s.lo;
+  *sum_hi = *sum_lo = 0;
+  for (int i = 0; i < p.n_segments; ++i) {
+    int count = p.segments[i].words, bits = p.segments[i].bits;
+    if (bits == 4)
+      scalar_segment<4>(words, step, count, hi, lo, sum_hi, sum_lo);
+    else if (bits == 2)
+      scalar_segment<2>(words, step, count, hi, lo, sum_hi, sum_lo);
+    else
+      scalar_segment<1>(words, step, count, hi, lo, sum_hi, sum_lo);
+    words += count * step;
+    int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
+    hi += slots;
+    lo += slots;
+  }
+}
+
+// The float part of a block of plane 0: 16 rows, fewer at the end of the index.
+inline void bound_block(const Plane& p, const PlaneState& s, int64_t block, const int32_t* hi, const int32_t* lo,
+                        float* centre, float* upper) {
+  int64_t row0 = block * kInterleave;
+  int64_t n = p.rows - row0 < kInterleave ? p.rows - row0 : kInterleave;
+  const uint32_t* radii = p.words + row0 * p.words_per_row;
+  for (int64_t r = 0; r < n; ++r) {
+    double start = p.bias ? s.base + static_cast<double>(p.bias[row0 + r]) : s.base;
+    bound(s, start, bf16_to_float(p.rho[row0 + r]), radii[r], hi[r], lo[r], centre + row0 + r, upper + row0 + r);
+  }
+}
+
+inline bool closed_block(const Plane& p, const uint8_t* open, int64_t block, int n_states, float* centre, float* upper,
+                         int64_t stride) {
+  if (!open || open[block]) return false;
+  int64_t row0 = block * kInterleave;
+  int64_t n = p.rows - row0 < kInterleave ? p.rows - row0 : kInterleave;
+  for (int b = 0; b < n_states; ++b)
+    for (int64_t r = 0; r < n; ++r)
+      centre[b * stride + row0 + r] = upper[b * stride + row0 + r] = -__builtin_inff();
+  return true;
+}
+
+inline int64_t scalar_next_above(const float* values, int64_t first, int64_t last, float bar) {
+  for (int64_t i = first; i < last; ++i)
+    if (!(values[i] <= bar)) return i;
+  return last;
+}
+
+inline int64_t scalar_select(const float* values, int64_t first, int64_t last, float bar, int64_t* ids,
+                             float* dropped) {
+  int64_t n = 0;
+  float top = *dropped;
+  for (int64_t i = first; i < last; ++i) {
+    if (!(values[i] <= bar))
+      ids[n++] = i;
+    else if (values[i] > top)
+      top = values[i];
+  }
+  *dropped = top;
+  return n;
+}
+
+// Rows of any type against states, in 16 lanes. `Convert` reads one number of the row as float32.
+template <typename T, float (*Convert)(T)>
+inline void scalar_score(const T* data, int64_t width, const int64_t* ids, int64_t first, int64_t last,
+                         const double* h, int n_states, double* value, double* magnitude, int64_t stride) {
+  for (int64_t i = first; i < last; ++i) {
+    const T* row = data + (ids ? ids[i] : i) * width;
+    for (int b = 0; b < n_states; ++b) {
+      const double* x = h + b * width;
+      double sum[16] = {}, mag[16] = {};
+      int64_t j = 0;
+      for (; j + 16 <= width; j += 16)
+        for (int k = 0; k < 16; ++k) {
+          double product = static_cast<double>(Convert(row[j + k])) * x[j + k];
+          sum[k] += product;
+          mag[k] += absolute(product);
+        }
+      for (int k = 0; j < width; ++j, ++k) {
+        double product = static_cast<double>(Convert(row[j])) * x[j];
+        sum[k] += product;
+        mag[k] += absolute(product);
+      }
+      value[b * stride + i] = fold16(sum);
+      magnitude[b * stride + i] = fold16(mag);
+    }
+  }
+}

@@ -1,0 +1,184 @@
+"""Planes of codes: how rows become small integers, and how a hidden state meets them.
+
+A plane codes every row, in the space of the transform, as ``rho_i * xc_i`` with
+
+    xc_ij = sum over the slots (j, step) of row i:  step * (c - cmax / 2),      c in 0 .. cmax = 2^bits - 1.
+
+A slot is one field of 4, 2 or 1 bits. A dimension with b bits has one slot for each power of two in b; its steps are
+such that the fields together are one b-bit integer: 3 bits with step s are 2 bits with step 2 s and 1 bit with step s.
+Slots are grouped in segments of equal field width and packed in 32-bit words (see cpp/plane.hpp for the layout).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rounding import ABSOLUTE, INFLATE, RELATIVE
+
+__all__ = ["BLOCK", "GROUPS", "INTERLEAVE", "Plane", "PlaneStates", "group_edges", "prepare"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+BLOCK = 32  # dimensions that share a bit width: one vector of 16 rows at 1 bit
+GROUPS = 4  # radii a row
+INTERLEAVE = 16  # rows that plane 0 stores together
+_PEAK = 32512  # largest |q|: its high byte stays within -127 .. 127 and its low byte within -128 .. 127
+
+
+def group_edges(dims: int) -> I64:
+    """Borders (GROUPS + 1,) of the groups of dimensions that have a radius each; whole blocks."""
+    return np.linspace(0, dims // BLOCK, GROUPS + 1).round().astype(np.int64) * BLOCK
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One plane. `bits` (blocks,) and `step` (blocks,) float32 say how each block of 32 dimensions is coded;
+    `radius_step` (GROUPS,) float32 is the unit of the radii; `words` (rows, W) uint32 are the codes. Plane 0 has its
+    rows interleaved by 16: word t of row r of a block is at [block * 16 * W + t * 16 + r]."""
+
+    bits: NDArray[np.int32]
+    step: NDArray[np.float32]
+    radius_step: NDArray[np.float32]
+    words: NDArray[np.uint32]
+    interleaved: bool
+
+    @cached_property
+    def segments(self) -> NDArray[np.int32]:
+        """(n, 2): field width and words, for the field widths that occur."""
+        rows = []
+        for width in (4, 2, 1):
+            blocks = int(((self.bits & width) != 0).sum())
+            if blocks:
+                rows.append((width, blocks * width))
+        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+
+    @cached_property
+    def slots(self) -> tuple[I64, F64, F64]:
+        """Dimension, step and cmax of every slot, in the order of the state bytes."""
+        dims, steps, cmax = [], [], []
+        for width, words in self.segments:
+            blocks = np.nonzero(self.bits & width)[0]
+            # the fields above this one in the same dimension: 3 bits are (2, 1), 7 bits are (4, 2, 1)
+            weight = 2.0 ** (self.bits[blocks] & (width - 1))
+            dim = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+            step = np.repeat(self.step[blocks].astype(np.float64) * weight, BLOCK)
+            order = self._order(int(words), int(width))
+            dims.append(dim[order])
+            steps.append(step[order])
+            cmax.append(np.full(len(order), 2.0**width - 1))
+        if not dims:
+            return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+        return np.concatenate(dims), np.concatenate(steps), np.concatenate(cmax)
+
+    @staticmethod
+    def _order(words: int, width: int) -> I64:
+        """Slot (field f, word t, byte k) holds dimension (t * fields + f) * 4 + k of the segment."""
+        fields = 8 // width
+        dims = np.arange(words * fields * 4).reshape(words, fields, 4)
+        return dims.transpose(1, 0, 2).reshape(-1)
+
+    @property
+    def words_per_row(self) -> int:
+        return 1 + int(self.segments[:, 1].sum())
+
+    def pack(self, codes: NDArray[np.uint8], radii: NDArray[np.uint8]) -> NDArray[np.uint32]:
+        """Row-major words (n, W) from whole codes (n, dims) below 2^bits and radii (n, GROUPS)."""
+        n = len(codes)
+        parts = [np.ascontiguousarray(radii).view(np.uint32).reshape(n, 1)]
+        blocks_of = codes.reshape(n, -1, BLOCK)
+        for width, words in self.segments:
+            blocks = np.nonzero(self.bits & width)[0]
+            shift = (self.bits[blocks] & (width - 1)).astype(np.uint8)
+            field = (blocks_of[:, blocks] >> shift[:, None]) & np.uint8(2**width - 1)
+            field = field.reshape(n, words, 8 // width, 4)
+            byte = np.zeros((n, words, 4), np.uint8)
+            for f in range(8 // width):
+                byte |= field[:, :, f] << np.uint8(f * width)
+            parts.append(byte.view(np.uint32).reshape(n, words))
+        return np.concatenate(parts, axis=1)
+
+    def rows(self, first: int, last: int) -> NDArray[np.uint32]:
+        """Row-major words of rows [first, last)."""
+        if not self.interleaved:
+            return self.words[first:last]
+        lo, hi = first // INTERLEAVE, -(-last // INTERLEAVE)
+        width = self.words_per_row
+        blocks = self.words.reshape(-1, width, INTERLEAVE)[lo:hi]
+        return blocks.transpose(0, 2, 1).reshape(-1, width)[first - lo * INTERLEAVE : last - lo * INTERLEAVE]
+
+    def unpack(self, words: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Slot codes (n, slots) and radii (n, GROUPS) of row-major words."""
+        n = len(words)
+        words = np.ascontiguousarray(words)
+        radii = np.ascontiguousarray(words[:, :1]).view(np.uint8)
+        parts, at = [], 1
+        for width, count in self.segments:
+            byte = np.ascontiguousarray(words[:, at : at + count]).view(np.uint8)
+            mask = np.uint8(2**width - 1)
+            parts += [(byte >> np.uint8(f * width)) & mask for f in range(8 // width)]
+            at += count
+        return (np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.uint8)), radii
+
+    def decode(self, words: NDArray[np.uint32], dims: int) -> F64:
+        """xc (n, dims) of row-major words, in float64."""
+        codes, _ = self.unpack(words)
+        dim, step, cmax = self.slots
+        out = np.zeros((len(words), dims))
+        values = step * (codes - cmax / 2)
+        at = 0
+        for width, words in self.segments:  # no dimension occurs twice within a segment
+            here = slice(at, at := at + int(words) * 4 * (8 // int(width)))
+            out[:, dim[here]] += values[:, here]
+        return out
+
+
+@dataclass(frozen=True)
+class PlaneStates:
+    """What B states become for one plane: `hi`, `lo` (B, slots) int8 with q = 256 hi + lo, and `params` (B, 10) float64
+    (half_scale, offset, constant, norm x 4, base, slack, start_slack; see cpp/plane.hpp)."""
+
+    hi: NDArray[np.int8]
+    lo: NDArray[np.int8]
+    params: F64
+
+    def one(self, b: int) -> PlaneStates:
+        return PlaneStates(self.hi[b : b + 1], self.lo[b : b + 1], self.params[b : b + 1])
+
+
+def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[PlaneStates, F64]:
+    """Quantise white states for a plane.
+
+    Args:
+        white: (B, dims) the computed H~ = fl(M h).
+        white_error: (B, dims) bound on ``|M h - H~|``.
+        norms: (B, GROUPS) upper bounds on the norms of M h over the groups.
+
+    Returns the states, with constant, base and slacks still zero, and (B,) bounds E, in units of rho, on
+
+        | <xc_i, M h> - half_scale (2 D_i - offset) |  <=  E    for every row i,  where D_i = sum over slots c q.
+
+    Proof. <xc, M h> = sum step (c - cmax/2) H_dim. With v = step H~_dim and q = rint(v / scale), the slot's term
+    differs from scale q (c - cmax/2) by at most cmax/2 (|v - scale q| + step white_error), since |c - cmax/2| <=
+    cmax/2. Summing, sum scale q (c - cmax/2) = scale/2 (2 D - sum cmax q), and the last factor is an integer that
+    float64 holds exactly. RELATIVE * peak covers the rounding of v, of scale q and of their difference;
+    RELATIVE * half_scale * sum cmax |q| covers the product in `bound` with rho and half_scale and its addition.
+    """
+    dim, step, cmax = plane.slots
+    v = white[:, dim] * step
+    peak = np.max(np.abs(v), axis=1, initial=0.0)
+    scale = np.where(peak > ABSOLUTE, peak / _PEAK, 1.0)[:, None]  # all codes meet q = 0 in a vanishing state
+    q = np.clip(np.rint(v / scale), -_PEAK, _PEAK)
+    left = np.abs(v - q * scale) + RELATIVE * peak[:, None] + white_error[:, dim] * step
+    error = (left @ (cmax / 2)) * INFLATE
+    error += RELATIVE * (scale[:, 0] / 2) * (np.abs(q) @ cmax)
+    hi = np.floor((q + 128) / 256)
+    params = np.zeros((len(white), 10))
+    params[:, 0] = scale[:, 0] / 2
+    params[:, 1] = q @ cmax
+    params[:, 3:7] = plane.radius_step.astype(np.float64) * norms * INFLATE
+    return PlaneStates(hi.astype(np.int8), (q - 256 * hi).astype(np.int8), params), error * INFLATE

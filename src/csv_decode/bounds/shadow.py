@@ -1,0 +1,92 @@
+"""The shadow bound: rows coded in a space where hidden states are white, with a radius for all that the codes leave.
+
+With the stored transform M and, for each row, any vector x_i, the rest r_i = x_i - rho_i xc_i (xc_i the codes of all
+planes so far) and delta_i = w_i - mu - M^T x_i,
+
+    <w_i, h> = <mu, h> + rho_i <xc_i, M h> + <r_i, M h> + <delta_i, h>
+
+is an identity. Cauchy-Schwarz over GROUPS groups of dimensions bounds the last two terms:
+
+    |<r_i, M h>|   <= sum_g ||r_i,g|| ||(M h)_g||  <=  rho_i sum_g radius_ig radius_step_g ||(M h)_g||
+    |<delta_i, h>| <= ||delta_i|| ||h||            <=  rho_i delta ||h||.
+
+The index stores radius_ig (a byte, rounded up) and `delta` = max_i ||delta_i|| / rho_i; `verify_index` checks both
+against the weights. Calibration chooses M and the bits, so it decides how few rows survive; the inequality holds for
+any M, any codes and any state. docs/mathematics.md has the whole proof with its rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels import Kernels
+from ..spec import Rows
+from .planes import GROUPS, Plane, PlaneStates, group_edges, prepare
+from .rounding import ABSOLUTE, INFLATE, RELATIVE, score_error
+
+__all__ = ["ShadowBound"]
+
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ShadowBound:
+    """Arrays of the bound, for V rows of width d coded in D dimensions (d rounded up to whole blocks of 32).
+
+    mean: (d,) float32, mu. transform: (D, d) float16, M. rho: (V,) bfloat16 as uint16. planes: coarse to fine.
+    delta: see the module. energy: mean of ||M h||^2 / D over the calibration states; a state that fits has the same.
+    """
+
+    mean: NDArray[np.float32]
+    transform: NDArray[np.float16]
+    rho: NDArray[np.uint16]
+    planes: tuple[Plane, ...]
+    delta: float
+    energy: float
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a step reads once for a batch: the transform and the mean."""
+        return int(self.transform.nbytes + self.mean.nbytes)
+
+    def row_bytes(self, plane: int, bias: bool) -> int:
+        """Bytes that a step reads for each row that reaches a plane: codes, radii, row scale and bias."""
+        return self.planes[plane].words_per_row * 4 + 2 + (4 if bias and plane == 0 else 0)
+
+    def prepare(self, kernels: Kernels, h: F64, bias_max: float) -> tuple[list[PlaneStates], F64]:
+        """What B states (B, d) become for every plane, and (B,) ||M h||^2 / D relative to calibration.
+
+        The parameters complete the bound of a row: with `start` the base plus bias (plane 0) or the centre before,
+
+            |logit_i - centre_i| <= rho_i (constant + sum_g radius_ig norm_g) + slack + |start| start_slack.
+
+        constant collects the errors of `planes.prepare` of all planes so far and delta ||h||. slack covers <mu, h>,
+        its addition to the bias, and underflow. start_slack covers float64 rounding (plane 0) or the float32 rounding
+        of the centre before (2^-24 relative, and 2^-150 in slack).
+        """
+        dims, width = self.transform.shape
+        white, magnitude = kernels.score(Rows(self.transform, "float16"), h)
+        white_error = score_error(width, magnitude)
+        edges = group_edges(dims)
+        norms = np.empty((len(h), GROUPS))
+        for g in range(GROUPS):
+            part = slice(edges[g], edges[g + 1])
+            norms[:, g] = np.linalg.norm(white[:, part], axis=1) + np.linalg.norm(white_error[:, part], axis=1)
+        norms = norms * INFLATE + ABSOLUTE
+        base, base_magnitude = kernels.score(Rows(self.mean[None], "float32"), h)
+        slack = (score_error(width, base_magnitude[:, 0]) + RELATIVE * (np.abs(base[:, 0]) + bias_max)) * INFLATE
+        length = np.linalg.norm(h, axis=1) * INFLATE + ABSOLUTE
+        constant = self.delta * length
+        out = []
+        for i, plane in enumerate(self.planes):
+            states, error = prepare(plane, white, white_error, norms)
+            constant = (constant + error) * INFLATE
+            states.params[:, 2] = constant * INFLATE
+            states.params[:, 7] = base[:, 0]
+            states.params[:, 8] = slack + 2.0**-140
+            states.params[:, 9] = RELATIVE if i == 0 else 2.0**-23
+            out.append(states)
+        return out, np.sum(white * white, axis=1) / dims / (self.energy or 1.0)

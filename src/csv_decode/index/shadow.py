@@ -1,0 +1,292 @@
+"""Building a shadow bound: calibrated whitening, water-filled bits, two planes of codes, radii rounded up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, Plane, group_edges
+from ..bounds.rounding import INFLATE, gamma
+from ..bounds.shadow import ShadowBound
+from ..spec import HeadSpec
+
+__all__ = ["build_shadow", "row_radii", "whitening"]
+
+F64 = NDArray[np.float64]
+
+# Step of the uniform quantiser with 2^b levels that loses least of a unit Gaussian, and what it loses (Max, 1960).
+_STEP = np.array([0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569])
+_LOSS = np.array([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035])
+_CHUNK = 8192
+_SAMPLE = 8192
+
+
+def whitening(states: F64, ridge: float) -> tuple[F64, F64]:
+    """M = (L + ridge)^(-1/2) U^T from calibration states (N, d), and its inverse transposed; most energy first."""
+    eigenvalues, vectors = np.linalg.eigh(states.T @ states / len(states))
+    eigenvalues, vectors = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
+    mean = eigenvalues.mean()
+    spread = np.sqrt(eigenvalues + ridge * (mean if mean > 0 else 1.0))
+    return (vectors / spread).T, (vectors * spread).T
+
+
+def _rotations(dims: int, rng: np.random.Generator) -> list[F64]:
+    """A random rotation for each block of dimensions."""
+    out = []
+    for _ in range(dims // BLOCK):
+        q, r = np.linalg.qr(rng.standard_normal((BLOCK, BLOCK)))
+        out.append(q * np.sign(np.diag(r)))
+    return out
+
+
+def _fill(variance: F64, start: F64, budget: float, limit: int) -> NDArray[np.int32]:
+    """Bits for each block, one at a time to the block that has lost most, until they are `budget` a dimension.
+
+    `variance` (blocks,) is what a plane codes and `start` is its loss without a bit, both as mean squares."""
+    bits = np.zeros(len(variance), np.int32)
+    total = round(budget * len(variance))
+    for _ in range(min(total, limit * len(variance))):
+        loss = np.where(bits < limit, start * _LOSS[bits], -1.0)
+        bits[int(np.argmax(loss))] += 1
+    return bits
+
+
+@dataclass(frozen=True)
+class _Quantiser:
+    """Codes of one plane while it is built."""
+
+    bits: NDArray[np.int32]
+    step: NDArray[np.float32]
+
+    def code(self, x: F64) -> tuple[NDArray[np.uint8], F64]:
+        """Whole codes (n, D) of x in units of rho, and their values xc."""
+        levels = np.repeat(2.0**self.bits, BLOCK)
+        step = np.repeat(self.step.astype(np.float64), BLOCK)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            c = np.floor(x / step + levels / 2)
+        c = np.clip(np.nan_to_num(c), 0, levels - 1)
+        return c.astype(np.uint8), step * (c - (levels - 1) / 2)
+
+
+def _best_step(values: F64, bits: int, start: float) -> float:
+    """The step near `start` that loses least of the sampled values."""
+    if bits == 0 or not values.any():
+        return 0.0 if bits == 0 else start
+    levels = 2.0**bits
+    best, best_loss = start, np.inf
+    for factor in np.geomspace(0.6, 1.4, 17):
+        step = start * factor
+        c = np.clip(np.floor(values / step + levels / 2), 0, levels - 1)
+        loss = float(np.sum((values - step * (c - (levels - 1) / 2)) ** 2))
+        if loss < best_loss:
+            best, best_loss = step, loss
+    return best
+
+
+def _quantiser(x: F64, budget: float, limit: int) -> _Quantiser:
+    """A plane's bits and steps from sampled rows (n, D) in units of rho."""
+    blocks = x.reshape(len(x), -1, BLOCK)
+    variance = np.mean(blocks**2, axis=(0, 2))
+    bits = _fill(variance, variance, budget, limit)
+    step = [
+        _best_step(blocks[:, b].reshape(-1), int(bits[b]), float(_STEP[bits[b]] * np.sqrt(variance[b])) or 1.0)
+        for b in range(len(bits))
+    ]
+    return _Quantiser(bits, np.array(step, np.float32))
+
+
+def _group_norms(r: F64) -> F64:
+    edges = group_edges(r.shape[1])
+    return np.stack([np.sqrt(np.sum(r[:, a:b] ** 2, axis=1)) for a, b in zip(edges[:-1], edges[1:], strict=True)], 1)
+
+
+def _round_bf16_up(x: F64) -> NDArray[np.uint16]:
+    """The smallest bfloat16 not below positive x, as bits; infinity where there is none."""
+    with np.errstate(over="ignore"):
+        f = x.astype(np.float32)
+    f = np.where(f.astype(np.float64) < x, np.nextafter(f, np.float32(np.inf)), f).astype(np.float32)
+    return ((f.view(np.uint32).astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
+
+
+def _bf16(bits: NDArray[np.uint16]) -> F64:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+def row_radii(rest: F64, rho: F64, radius_step: NDArray[np.float32]) -> F64:
+    """Radii (n, GROUPS) as whole numbers: the smallest with radius * radius_step_g * rho >= ||rest_g||, rounding
+    included (INFLATE covers the norm, the products and the division)."""
+    unit = rho[:, None] * radius_step.astype(np.float64)
+    return np.ceil(_group_norms(rest) * INFLATE / unit * INFLATE)
+
+
+class _Coder:
+    """Turns white rows x (n, D) into codes, row scales and radii."""
+
+    def __init__(self, sample: F64, budgets: tuple[float, ...]) -> None:
+        rho = self._first_scale(sample)
+        self.typical = float(np.median(rho[rho > 0])) if (rho > 0).any() else 1.0
+        rest = sample / np.maximum(rho, self.typical * 2.0**-8)[:, None]
+        self.quantisers: list[_Quantiser] = []
+        for budget in budgets:
+            quantiser = _quantiser(rest, budget, limit=7)
+            self.quantisers.append(quantiser)
+            rest = rest - quantiser.code(rest)[1]
+        # Units of the radii: 255 units must hold almost every row, and any row whose scale is raised far enough.
+        self.radius_steps = [np.ones(GROUPS, np.float32) for _ in budgets]
+        _, _, rests, scale = self._attempt(sample, self._scales(sample))
+        limits = self._attempt(np.zeros((1, sample.shape[1])), np.ones(1))[2]
+        for i, (r, limit) in enumerate(zip(rests, limits, strict=True)):
+            high = np.quantile(_group_norms(r) / scale[:, None], 0.999, axis=0) * 1.02
+            unit = np.maximum(high, _group_norms(limit)[0] * 1.001) / 254
+            unit = np.where(unit > 0, unit, 1.0)
+            self.radius_steps[i] = np.nextafter(unit.astype(np.float32), np.float32(np.inf))
+
+    @staticmethod
+    def _first_scale(x: F64) -> F64:
+        return np.asarray(np.sqrt(np.mean(x**2, axis=1)))
+
+    def _scales(self, x: F64) -> F64:
+        """Row scales (n,): least squares for plane 0, twice."""
+        low = self.typical * 2.0**-8
+        rho = np.maximum(self._first_scale(x), low)
+        for _ in range(2):
+            xc = self.quantisers[0].code(x / rho[:, None])[1]
+            power = np.sum(xc**2, axis=1)
+            fit = np.sum(x * xc, axis=1) / np.where(power > 0, power, 1.0)
+            rho = np.where(power > 0, np.maximum(fit, low), rho)
+        return rho
+
+    def _attempt(self, x: F64, rho: F64) -> tuple[list[NDArray[np.uint8]], list[F64], list[F64], F64]:
+        """Codes, radii and rests (in the units of x) of every plane, and the row scales as stored."""
+        scale = _bf16(_round_bf16_up(rho))
+        rest, codes, radii, rests = x, [], [], []
+        for quantiser, unit in zip(self.quantisers, self.radius_steps, strict=True):
+            c, xc = quantiser.code(rest / scale[:, None])
+            rest = rest - scale[:, None] * xc
+            codes.append(c)
+            radii.append(row_radii(rest, scale, unit))
+            rests.append(rest)
+        return codes, radii, rests, scale
+
+    def __call__(self, x: F64, lowest: F64) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]], F64]:
+        """Codes (n, D) and radii (n, GROUPS) of each plane, and rho (n,) at least `lowest`. A row that a radius byte
+        cannot hold gets a larger scale: its codes then sit next to zero, where every rest fits."""
+        rho = np.maximum(self._scales(x), lowest)
+        codes, radii, _, scale = self._attempt(x, rho)
+        for _ in range(300):
+            over = np.nonzero(np.max([r.max(axis=1) for r in radii], axis=0) > 255)[0]
+            if not len(over):
+                break
+            rho[over] = scale[over] * 1.5
+            again = self._attempt(x[over], rho[over])
+            for i in range(len(codes)):
+                codes[i][over], radii[i][over] = again[0][i], again[1][i]
+            scale[over] = again[3]
+        else:
+            raise AssertionError("a radius does not fit its byte at any row scale")
+        return codes, [r.astype(np.uint8) for r in radii], scale
+
+
+def build_shadow(
+    spec: HeadSpec,
+    states: F64,
+    row_ids: NDArray[np.int64] | None,
+    bits: tuple[float, ...],
+    ridge: float,
+    rng: np.random.Generator,
+    progress: Callable[[int, int], None],
+    threads: int,
+) -> ShadowBound:
+    """Codes all valid rows of `spec` (in the order of row_ids, if given) after whitening with states (N, d)."""
+    ids = np.arange(spec.n_rows) if row_ids is None else row_ids
+    n, width = len(ids), spec.width
+    dims = -(-width // BLOCK) * BLOCK
+
+    def wide(rows: NDArray[np.int64]) -> F64:
+        return spec.rows.float32(rows).astype(np.float64)
+
+    # The mean of ordinary rows: a few huge ones must not move it.
+    sample_ids = np.sort(rng.choice(ids, min(n, _SAMPLE), replace=False))
+    sample = wide(sample_ids)
+    lengths = np.linalg.norm(sample, axis=1)
+    usual = lengths <= 8 * np.median(lengths)
+    mean = sample[usual].mean(axis=0).astype(np.float32)
+    centred = sample - mean
+
+    # White dimensions, those with the largest spread of rows first, rotated within blocks of like spread.
+    forward, inverse = whitening(states, ridge)
+    spread = np.sqrt(np.mean((centred[usual] @ inverse.T) ** 2, axis=0))
+    order = np.argsort(-spread, kind="stable")
+    full = np.zeros((dims, width))
+    full[:width] = forward[order]
+    for b, rotation in enumerate(_rotations(dims, rng)):
+        part = slice(b * BLOCK, min((b + 1) * BLOCK, width))
+        if part.start < width:
+            size = part.stop - part.start
+            turn = rotation if size == BLOCK else np.linalg.qr(rotation[:size, :size])[0]
+            full[part] = turn @ full[part]
+    full /= 2.0 ** np.ceil(np.log2(np.abs(full).max()))
+    transform = full.astype(np.float16)
+
+    # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
+    stored = transform[:width].astype(np.float64)
+    solve = np.linalg.inv(stored.T).T  # x = (w - mu) @ solve
+    size = np.linalg.norm(stored)
+    coder = _Coder(np.pad(centred[usual] @ solve, ((0, 0), (0, dims - width))), bits)
+
+    planes = [
+        Plane(q.bits, q.step, unit, np.zeros(0, np.uint32), interleaved=i == 0)
+        for i, (q, unit) in enumerate(zip(coder.quantisers, coder.radius_steps, strict=True))
+    ]
+    padded = -(-n // INTERLEAVE) * INTERLEAVE
+    words = [np.zeros((padded if p.interleaved else n, p.words_per_row), np.uint32) for p in planes]
+    rho_bits = np.zeros(n, np.uint16)
+    g = gamma(width + 3)
+    done = 0
+
+    def chunk(first: int) -> tuple[int, float]:
+        last = min(first + _CHUNK, n)
+        w = wide(ids[first:last])
+        centred = w - mean
+        x = centred @ solve
+        # delta_i = w - mu - M^T x, and what float64 may have missed of it.
+        delta = np.linalg.norm(centred - x @ stored, axis=1)
+        delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + size * np.linalg.norm(x, axis=1))
+        delta *= INFLATE
+        codes, radii, scale = coder(np.pad(x, ((0, 0), (0, dims - width))), delta * 2.0**20)
+        if not np.isfinite(scale).all():
+            row = int(ids[first + int(np.nonzero(~np.isfinite(scale))[0][0])])
+            raise ValueError(f"row {row} of the weights is too large to code (norm {np.linalg.norm(wide(ids)[row])})")
+        rho_bits[first:last] = _round_bf16_up(scale)
+        for i, plane in enumerate(planes):
+            packed = plane.pack(codes[i], radii[i])
+            if plane.interleaved:
+                whole = np.zeros((-(-len(packed) // INTERLEAVE) * INTERLEAVE, packed.shape[1]), np.uint32)
+                whole[: len(packed)] = packed
+                woven = whole.reshape(-1, INTERLEAVE, packed.shape[1]).transpose(0, 2, 1)
+                words[i][first : first + len(whole)] = woven.reshape(-1, packed.shape[1])
+            else:
+                words[i][first:last] = packed
+        return last - first, float(np.max(delta / scale))
+
+    worst = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for count, ratio in pool.map(chunk, range(0, n, _CHUNK)):
+            done += count
+            worst = max(worst, ratio)
+            progress(done, n)
+    white = states @ transform.astype(np.float64).T
+    return ShadowBound(
+        mean=mean,
+        transform=transform,
+        rho=rho_bits,
+        planes=tuple(
+            Plane(p.bits, p.step, p.radius_step, w, p.interleaved) for p, w in zip(planes, words, strict=True)
+        ),
+        delta=worst * INFLATE,
+        energy=float(np.mean(white**2)),
+    )

@@ -1,0 +1,90 @@
+"""The hot loops, behind one small interface: arrays in, arrays out, nothing of models or certificates.
+
+`reference` is plain numpy and the oracle; `native` is C++ for three instruction sets. All of them return the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bounds.planes import Plane, PlaneStates
+from ..spec import Rows
+from .native import NativeKernels, supported
+from .reference import ReferenceKernels
+
+__all__ = ["Kernels", "default_threads", "get_kernels", "simd_info"]
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+
+class Kernels(Protocol):
+    """What a step needs. V rows, d width, B states, n chosen rows."""
+
+    name: str
+
+    def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> Any:
+        """Checks a plane once and returns the handle that `screen` and `refine` take. rho (V,) is bfloat16."""
+
+    def screen(self, plane: Any, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
+        """Plane 0 for every row: centre and upper, (B, V). Blocks of 16 rows that are not open get -inf."""
+
+    def refine(self, plane: Any, states: PlaneStates, rows: I64, start: F32) -> tuple[F32, F32]:
+        """A later plane for n rows of one state: centre and upper, (n,)."""
+
+    def score(self, rows: Rows, h: F64, ids: I64 | None = None) -> tuple[F64, F64]:
+        """Dots of all or chosen rows with h (B, d), and the sums of their absolute terms: (B, n) each.
+        `csv_decode.bounds.rounding.score_error` bounds their error."""
+
+    def leaders(self, values: F32, count: int) -> I64:
+        """Indices of the largest values, best first; equal ones by index; NaN never."""
+
+    def select(self, values: F32, bar: float) -> tuple[I64, float]:
+        """Indices in rising order of the values that are not at most `bar` (so NaN stays), and the largest other."""
+
+
+def default_threads() -> int:
+    """Processors that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _chosen() -> str:
+    names = supported()
+    forced = os.environ.get("CSV_DECODE_SIMD")
+    if not forced:
+        return names[-1]
+    if forced not in (*names, "reference"):
+        raise ValueError(
+            f"CSV_DECODE_SIMD is {forced!r}; this processor can run {', '.join(names)} (and reference, in numpy)"
+        )
+    return forced
+
+
+def get_kernels(name: str | None = None, threads: int | None = None) -> Kernels:
+    """Kernels by name: generic, avx2, avx512 or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
+    name = name or _chosen()
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads is {threads}, expected at least 1")
+    if name == "reference":
+        return ReferenceKernels()
+    if name not in supported():
+        raise ValueError(f"kernels {name!r} are unknown or cannot run here; there are {', '.join(supported())}")
+    return NativeKernels(name, threads or default_threads())
+
+
+def simd_info() -> dict[str, Any]:
+    """Which kernels run by default, which could, whether the choice was forced, and the default thread count."""
+    return {
+        "active": _chosen(),
+        "supported": supported(),
+        "forced": bool(os.environ.get("CSV_DECODE_SIMD")),
+        "threads": default_threads(),
+    }

@@ -1,0 +1,72 @@
+"""The C++ kernels, one instruction set at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..bounds.planes import INTERLEAVE, Plane, PlaneStates
+from ..spec import Rows
+
+__all__ = ["NativeKernels", "supported"]
+
+_ROW_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+def supported() -> list[str]:
+    """Instruction sets that can run here, slowest first."""
+    return list(_native.supported())
+
+
+class NativeKernels:
+    """See `csv_decode.kernels.Kernels`. The GIL is released, and at most `threads` threads work; none spins."""
+
+    def __init__(self, isa: str, threads: int) -> None:
+        self.name = isa
+        self.threads = threads
+
+    def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> tuple[Any, int]:
+        words = plane.words.reshape(-1, plane.words_per_row)
+        if plane.interleaved and len(words) != -(-len(rho) // INTERLEAVE) * INTERLEAVE:
+            raise ValueError(f"plane 0 has codes for {len(words)} rows, expected {len(rho)} rounded up to 16")
+        return _native.Plane(words, rho, bias, plane.segments), len(rho)
+
+    def screen(
+        self, plane: tuple[Any, int], states: PlaneStates, open_blocks: NDArray[np.uint8] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        handle, n_rows = plane
+        centre = np.empty((len(states.params), n_rows), np.float32)
+        upper = np.empty_like(centre)
+        _native.screen(
+            self.name, self.threads, handle, states.hi, states.lo, states.params, open_blocks, centre, upper
+        )
+        return centre, upper
+
+    def refine(
+        self, plane: tuple[Any, int], states: PlaneStates, rows: NDArray[np.int64], start: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        centre = np.empty(len(rows), np.float32)
+        upper = np.empty_like(centre)
+        _native.refine(
+            self.name, self.threads, plane[0], states.hi, states.lo, states.params, rows, start, centre, upper
+        )
+        return centre, upper
+
+    def score(
+        self, rows: Rows, h: NDArray[np.float64], ids: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        n = rows.shape[0] if ids is None else len(ids)
+        value = np.empty((len(h), n))
+        magnitude = np.empty_like(value)
+        _native.score(self.name, self.threads, rows.data, _ROW_TYPES[rows.kind], ids, h, value, magnitude)
+        return value, magnitude
+
+    def leaders(self, values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        return np.asarray(_native.leaders(self.name, self.threads, values, count))
+
+    def select(self, values: NDArray[np.float32], bar: float) -> tuple[NDArray[np.int64], float]:
+        ids, dropped = _native.select(self.name, values, bar)
+        return np.asarray(ids), dropped

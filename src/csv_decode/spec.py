@@ -1,0 +1,178 @@
+"""The output layer to decode through, and the checks on every array that enters the library."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Array", "HeadSpec", "Rows", "as_states"]
+
+Array = Any  # a numpy array or a torch tensor
+F64 = NDArray[np.float64]
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
+    """The same memory as numpy, and whether it holds bfloat16 as uint16 bit patterns."""
+    if type(array).__module__.split(".")[0] == "torch":
+        import torch
+
+        if array.device.type != "cpu":
+            raise ValueError(f"tensor is on {array.device}; move it to the CPU first")
+        array = array.detach()
+        if array.dtype == torch.bfloat16:
+            return array.view(torch.int16).numpy().view(np.uint16), True
+        return array.numpy(), False
+    array = np.asarray(array)
+    if array.dtype.name == "bfloat16":  # ml_dtypes
+        return array.view(np.uint16), True
+    return array, False
+
+
+def _bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix in its stored type: `data` (n, d), float32, float16, or uint16 bit patterns of bfloat16."""
+
+    data: NDArray[Any]
+    kind: str
+
+    @classmethod
+    def of(cls, array: Array, what: str = "weight") -> Rows:
+        data, brain = _to_numpy(array)
+        if not brain and data.dtype not in (np.float32, np.float16):
+            raise ValueError(
+                f"{what} has dtype {data.dtype}, expected float32, float16 or bfloat16; "
+                "the certificate is about the stored numbers, so convert it explicitly"
+            )
+        if data.ndim != 2 or 0 in data.shape:
+            raise ValueError(f"{what} has shape {data.shape}, expected (V, d) with V >= 1 and d >= 1")
+        return cls(np.ascontiguousarray(data), "bfloat16" if brain else data.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.data.itemsize)
+
+    def float32(self, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.float32]:
+        """Chosen rows as float32, exactly."""
+        data = self.data[rows]
+        return _bf16_to_float32(data) if self.kind == "bfloat16" else data.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """An output layer: ``logits = softcap(scale * (weight @ h + bias))``.
+
+    Args:
+        weight: (V, d), float32, float16 or bfloat16; one row for each token id. Not copied when contiguous.
+        bias: (V,) or None, same types.
+        scale: positive factor on the logits (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
+        softcap: ``cap`` of ``cap * tanh(logit / cap)`` (Gemma 2), or None.
+        valid_rows: rows at and beyond this number are padding and never returned; None: all are valid.
+
+    Scale and cap are increasing, so they change no order; returned logits have them applied, in float64.
+    """
+
+    weight: Array
+    bias: Array | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    valid_rows: int | None = None
+    rows: Rows = field(init=False, repr=False, compare=False)
+    bias32: NDArray[np.float32] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows = Rows.of(self.weight)
+        n_rows = rows.shape[0]
+        bias = None
+        if self.bias is not None:
+            data, brain = _to_numpy(self.bias)
+            if data.shape != (n_rows,) or not (brain or data.dtype in (np.float32, np.float16)):
+                raise ValueError(
+                    f"bias has shape {data.shape} and dtype {data.dtype}, expected ({n_rows},) "
+                    "in float32, float16 or bfloat16"
+                )
+            bias = np.ascontiguousarray(_bf16_to_float32(data) if brain else data.astype(np.float32))
+            if not np.isfinite(bias).all():
+                raise ValueError(f"bias has {int((~np.isfinite(bias)).sum())} NaN or infinite values")
+        if not (np.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale is {self.scale}, expected a positive finite number")
+        if self.softcap is not None and not (np.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}, expected a positive finite number or None")
+        if self.valid_rows is not None and not 1 <= self.valid_rows <= n_rows:
+            raise ValueError(f"valid_rows is {self.valid_rows}, expected 1 to {n_rows}")
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "bias32", bias)
+
+    @classmethod
+    def of(cls, spec: HeadSpec | Array) -> HeadSpec:
+        """A spec as it is; a bare weight becomes one."""
+        return spec if isinstance(spec, HeadSpec) else cls(spec)
+
+    @property
+    def n_rows(self) -> int:
+        """Valid rows: token ids are below this."""
+        return self.rows.shape[0] if self.valid_rows is None else self.valid_rows
+
+    @property
+    def width(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def bytes_dense(self) -> int:
+        """The head in bfloat16, in bytes: what a dense step reads."""
+        return self.rows.shape[0] * self.width * 2
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over type, shape, valid rows, weights and bias: about half a second for a gigabyte."""
+        digest = hashlib.sha256(f"{self.rows.kind} {self.rows.shape} {self.n_rows}\n".encode())
+        digest.update(self.rows.data.data)
+        if self.bias32 is not None:
+            digest.update(self.bias32.data)
+        return digest.hexdigest()
+
+    def finish(self, raw: F64) -> F64:
+        """Logits from raw scores <w, h> + b."""
+        out = raw * self.scale
+        return out if self.softcap is None else self.softcap * np.tanh(out / self.softcap)
+
+
+def as_states(hidden: Array, width: int) -> F64:
+    """Hidden states as float64 (B, d), exactly; one state may come as (d,).
+
+    Raises ValueError for another width, an empty batch, other shapes, NaN, infinity, or values beyond float32.
+    """
+    data, brain = _to_numpy(hidden)
+    if brain:
+        data = _bf16_to_float32(data)
+    if data.dtype not in (np.float16, np.float32, np.float64):
+        raise ValueError(f"hidden states have dtype {data.dtype}, expected float16, bfloat16, float32 or float64")
+    if data.ndim == 1:
+        data = data[None]
+    if data.ndim != 2 or data.shape[1] != width:
+        raise ValueError(f"hidden states have shape {data.shape}, expected (B, {width}) or ({width},)")
+    if data.shape[0] == 0:
+        raise ValueError("the batch of hidden states is empty, expected at least one state")
+    out = np.ascontiguousarray(data, dtype=np.float64)
+    bad = ~(np.abs(out) <= _LARGEST)
+    if bad.any():
+        state = int(np.nonzero(bad.any(axis=1))[0][0])
+        raise ValueError(
+            f"hidden state {state} has {int(bad[state].sum())} values that are NaN, infinite or beyond float32's "
+            "range; no certificate can be given for it"
+        )
+    return out
