@@ -1,0 +1,38 @@
+"""Certified sub-vocabulary decoding: the exact next token from a fraction of the output layer, with a proof.
+
+>>> import csv_decode as cd
+>>> index = cd.build_index(weight, calibration=states)
+>>> head = cd.CertifiedHead(index, weight)
+>>> head.top_k(hidden, k=1).ids
+"""
+
+from .certificate import Certificate, Certificates, Statistics, TopK
+from .head import CertifiedHead
+from .index import Index, StaleIndexError
+from .index.build import build_index
+from .index.storage import IndexFileError, load_index
+from .index.verify import verify_index
+from .kernels import simd_info
+from .spec import HeadSpec
+from .verify import VerificationError, VerificationReport, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Certificate",
+    "Certificates",
+    "CertifiedHead",
+    "HeadSpec",
+    "Index",
+    "IndexFileError",
+    "StaleIndexError",
+    "Statistics",
+    "TopK",
+    "VerificationError",
+    "VerificationReport",
+    "build_index",
+    "load_index",
+    "simd_info",
+    "verify",
+    "verify_index",
+]

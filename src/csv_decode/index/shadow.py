@@ -14,7 +14,7 @@ from ..bounds.rounding import INFLATE, gamma
 from ..bounds.shadow import ShadowBound
 from ..spec import HeadSpec
 
-__all__ = ["build_shadow", "row_radii", "whitening"]
+__all__ = ["build_shadow", "whitening"]
 
 F64 = NDArray[np.float64]
 
@@ -23,6 +23,7 @@ _STEP = np.array([0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569])
 _LOSS = np.array([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035])
 _CHUNK = 8192
 _SAMPLE = 8192
+_SLACK = 2.0**-30  # of a row's norm: far above the rounding of the solve, far below a radius
 
 
 def whitening(states: F64, ridge: float) -> tuple[F64, F64]:
@@ -116,11 +117,11 @@ def _bf16(bits: NDArray[np.uint16]) -> F64:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
-def row_radii(rest: F64, rho: F64, radius_step: NDArray[np.float32]) -> F64:
-    """Radii (n, GROUPS) as whole numbers: the smallest with radius * radius_step_g * rho >= ||rest_g||, rounding
-    included (INFLATE covers the norm, the products and the division)."""
+def _radii(rest: F64, x: F64, rho: F64, radius_step: NDArray[np.float32]) -> F64:
+    """Radii (n, GROUPS) as whole numbers: the smallest with radius * radius_step_g * rho >= ||rest_g||. The slack
+    covers float64 here and in `verify_index`, which may solve for a slightly different x."""
     unit = rho[:, None] * radius_step.astype(np.float64)
-    return np.ceil(_group_norms(rest) * INFLATE / unit * INFLATE)
+    return np.ceil((_group_norms(rest) + _SLACK * _group_norms(x)) * (1 + _SLACK) / unit)
 
 
 class _Coder:
@@ -168,7 +169,7 @@ class _Coder:
             c, xc = quantiser.code(rest / scale[:, None])
             rest = rest - scale[:, None] * xc
             codes.append(c)
-            radii.append(row_radii(rest, scale, unit))
+            radii.append(_radii(rest, x, scale, unit))
             rests.append(rest)
         return codes, radii, rests, scale
 
@@ -287,6 +288,6 @@ def build_shadow(
         planes=tuple(
             Plane(p.bits, p.step, p.radius_step, w, p.interleaved) for p, w in zip(planes, words, strict=True)
         ),
-        delta=worst * INFLATE,
+        delta=4 * worst,  # about 1e-10: room for another solve of x
         energy=float(np.mean(white**2)),
     )

@@ -1,0 +1,84 @@
+"""Exact comparison of scores, for the rare rows that float64 cannot tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["exact_scores", "rank"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Bias = NDArray[np.float32] | None
+
+
+def _integers(x: F64) -> tuple[list[int], list[int]]:
+    """Mantissas and exponents with x = mantissa * 2^exponent, exactly."""
+    fraction, exponent = np.frexp(x)
+    return (fraction * 2.0**53).astype(np.int64).tolist(), (exponent.astype(np.int64) - 53).tolist()
+
+
+def exact_scores(rows: NDArray[np.float32], h: F64, bias: NDArray[np.float32] | None) -> list[int]:
+    """``<w_i, h> + b_i`` of rows (n, d) with h (d,) as integers in one common unit: their order is exact.
+
+    About 0.2 ms a row; equal rows are computed once.
+    """
+    h_mantissa, h_exponent = _integers(h)
+    parts: list[tuple[int, int]] = []
+    seen: dict[bytes, tuple[int, int]] = {}
+    for i in range(len(rows)):
+        key = rows[i].tobytes() + (b"" if bias is None else bias[i].tobytes())
+        if key not in seen:
+            mantissa, exponent = _integers(rows[i].astype(np.float64))
+            terms = [
+                (a * b, p + q)
+                for a, b, p, q in zip(mantissa, h_mantissa, exponent, h_exponent, strict=True)
+                if a and b
+            ]
+            if bias is not None and bias[i]:
+                (m,), (e,) = _integers(bias[i : i + 1].astype(np.float64))
+                terms.append((m, e))
+            low = min((e for _, e in terms), default=0)
+            seen[key] = (sum(m << (e - low) for m, e in terms), low)
+        parts.append(seen[key])
+    low = min(e for _, e in parts)
+    return [m << (e - low) for m, e in parts]
+
+
+def rank(
+    ids: I64, value: F64, error: F64, k: int, h: F64, rows: Callable[[I64], NDArray[np.float32]], bias: Bias
+) -> I64:
+    """The exact order of the k best of n scored rows.
+
+    Args:
+        ids: (n,) token ids. value, error: (n,) scores with ``|value - true score| <= error``.
+        h: (d,) the state. rows: gives rows (m, d) by id. bias: the head's bias by id, or None.
+
+    Returns positions in `ids`, best first (larger score, then smaller id), of the k best rows and of every row tied
+    with the k-th exactly.
+    """
+    lower, upper = value - error, value + error
+    bar = np.partition(lower, len(lower) - k)[len(lower) - k]
+    at = np.nonzero(upper >= bar)[0]
+    at = at[np.lexsort((ids[at], -value[at]))]
+    # Chains of rows whose intervals overlap; between two chains the order is proved by the intervals.
+    low = np.minimum.accumulate(lower[at])
+    high = np.maximum.accumulate(upper[at][::-1])[::-1]
+    starts = np.concatenate([[0], np.nonzero(low[:-1] > high[1:])[0] + 1, [len(at)]])
+    out: list[int] = []
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if len(out) >= k:
+            break
+        chain = at[first:last]
+        if len(chain) == 1:
+            out.append(int(chain[0]))
+            continue
+        token = ids[chain]
+        score = exact_scores(rows(token), h, None if bias is None else bias[token])
+        order = sorted(range(len(chain)), key=lambda i: (-score[i], int(token[i])))
+        need = k - len(out)
+        kept = [i for j, i in enumerate(order) if j < need or score[i] == score[order[need - 1]]]
+        out += [int(chain[i]) for i in kept]
+    return np.array(out, dtype=np.int64)

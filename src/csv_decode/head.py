@@ -1,0 +1,303 @@
+"""One decoding step: from hidden states to the exact top-k and its certificate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bounds.planes import INTERLEAVE, PlaneStates
+from .bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_error
+from .certificate import Certificates, Statistics, TopK
+from .exact import rank
+from .index import Index
+from .kernels import get_kernels
+from .spec import Array, HeadSpec, as_states
+
+__all__ = ["CertifiedHead"]
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+#: A head of fewer weights than this fits in cache, and the dense product is the fast way.
+SMALL_HEAD = 1 << 18
+_SPARE_LEADERS = 8
+
+
+@dataclass
+class _Step:
+    """What is known of one state so far: rows scored exactly, a lower bound on the k-th best, and the largest upper
+    bound over the rows dropped."""
+
+    k: int
+    h: F64
+    ids: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    value: F64 = field(default_factory=lambda: np.zeros(0))
+    error: F64 = field(default_factory=lambda: np.zeros(0))
+    threshold: float = -np.inf
+    max_unopened: float = -np.inf
+    survivors: list[int] = field(default_factory=list)
+    bytes_read: float = 0.0
+    fallback: str | None = None
+
+    def drop(self, upper: float) -> None:
+        self.max_unopened = max(self.max_unopened, upper)
+
+
+class CertifiedHead:
+    """An output layer that proves its answers.
+
+    Args:
+        index: from `build_index` or `load_index`; None: every step is dense (and still exact).
+        spec: the `HeadSpec` (or bare weight) that the index was built for.
+        threads: at most this many threads work in a step; None: all that the process may use.
+        guarantee: "deterministic".
+        budget: share of the rows that a step may score exactly (the paper's K_max) before it falls back to the dense
+            product. None: no limit.
+        kernels: "generic", "avx2", "avx512" or "reference"; None: CSV_DECODE_SIMD, else the best that runs here.
+
+    Raises ValueError when index and weights do not belong together. `statistics` keeps running totals.
+
+    >>> head = CertifiedHead(build_index(weight, states), weight)
+    >>> top = head.top_k(hidden, k=10)
+    >>> top.ids, top.certificates[0].margin
+    """
+
+    def __init__(
+        self,
+        index: Index | None,
+        spec: HeadSpec | Array,
+        threads: int | None = None,
+        guarantee: str = "deterministic",
+        budget: float | None = 0.25,
+        kernels: str | None = None,
+    ) -> None:
+        self.spec = HeadSpec.of(spec)
+        if guarantee != "deterministic":
+            raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic'")
+        if budget is not None and not 0 < budget <= 1:
+            raise ValueError(f"budget is {budget}, expected a share of the rows above 0 and at most 1, or None")
+        if index is not None:
+            index.check(self.spec)
+        self.index = index
+        self.guarantee = guarantee
+        self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
+        self.kernels = get_kernels(kernels, threads)
+        self.statistics = Statistics()
+        self._bias_max = 0.0 if self.spec.bias32 is None else float(np.abs(self.spec.bias32).max())
+        self._planes: list[Any] = []
+        if index is not None and index.shadow is not None:
+            bias = self.spec.bias32
+            if bias is not None:
+                bias = np.ascontiguousarray(bias[: self.spec.n_rows] if index.row_ids is None else bias[index.row_ids])
+            self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
+
+    def top_k(self, hidden: Array, k: int = 1, ties: bool = False) -> TopK:
+        """The k largest logits of each state, exactly: larger logit first, then the smaller token id.
+
+        Args:
+            hidden: (B, d) or (d,), numpy or torch, float16, bfloat16, float32 or float64. The reference is the real
+                value of ``<w_i, h> + b_i`` for these numbers and the stored weights.
+            k: 1 to the number of valid rows.
+            ties: also return every id whose logit equals the k-th exactly (then ids and logits are lists).
+
+        Raises ValueError for k out of range, another width, an empty batch, NaN or infinity.
+        """
+        started = time.perf_counter()
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+            raise ValueError(f"k is {k!r}, expected a whole number")
+        if not 1 <= k <= self.spec.n_rows:
+            raise ValueError(f"k is {k}, expected 1 to {self.spec.n_rows} (the valid rows of the head)")
+        h = as_states(hidden, self.spec.width)
+        steps = self._scan(h, int(k))
+        ids, logits, errors = [], [], np.zeros(len(h))
+        for b, step in enumerate(steps):
+            order = rank(step.ids, step.value, step.error, step.k, step.h, self.spec.rows.float32, self.spec.bias32)
+            if not ties:
+                order = order[:k]
+            ids.append(step.ids[order])
+            logits.append(self.spec.finish(step.value[order]))
+            errors[b] = step.error[order].max()
+        certificates = self._certificates(steps)
+        self.statistics.add(certificates, time.perf_counter() - started)
+        if ties:
+            return TopK(ids, logits, int(k), errors, certificates)
+        return TopK(np.stack(ids), np.stack(logits), int(k), errors, certificates)
+
+    # The scan: which rows have to be scored, and what bounds the others.
+
+    def _scan(self, h: F64, k: int) -> list[_Step]:
+        steps = [_Step(k, h[b]) for b in range(len(h))]
+        index = self.index
+        if index is None or self.spec.n_rows * self.spec.width < SMALL_HEAD:
+            self._dense(steps, "no index" if index is None else "small head")
+            return steps
+        live = []
+        for step in steps:
+            if np.abs(step.h).max() < SMALLEST_STATE:
+                step.fallback = "vanishing state"
+            else:
+                live.append(step)
+        if live:
+            if index.shadow is None:
+                self._centroids(live)
+            else:
+                self._shadow(live)
+        self._dense([step for step in steps if step.fallback], None)
+        return steps
+
+    def _score(self, step: _Step, ids: I64) -> None:
+        """Scores rows exactly (float64 with a proved error) and raises the threshold."""
+        if len(step.ids):
+            ids = ids[~np.isin(ids, step.ids)]
+        if len(ids):
+            value, magnitude = self.kernels.score(self.spec.rows, step.h[None], ids)
+            self._add(step, ids, value[0], magnitude[0])
+            step.bytes_read += len(ids) * self.spec.width * self.spec.rows.itemsize
+
+    def _add(self, step: _Step, ids: I64, value: F64, magnitude: F64) -> None:
+        error = score_error(self.spec.width, magnitude) if step.h.any() else np.zeros(len(ids))
+        if self.spec.bias32 is not None:
+            value = value + self.spec.bias32[ids]
+            error = error + RELATIVE * np.abs(value)
+        step.ids = np.concatenate([step.ids, ids])
+        step.value = np.concatenate([step.value, value])
+        step.error = np.concatenate([step.error, error])
+        if len(step.ids) >= step.k:
+            lower = step.value - step.error
+            step.threshold = float(np.partition(lower, len(lower) - step.k)[len(lower) - step.k])
+
+    def _dense(self, steps: list[_Step], reason: str | None) -> None:
+        """Scores every row for these states, in one pass over the weights."""
+        if not steps:
+            return
+        n = self.spec.n_rows
+        rows = type(self.spec.rows)(self.spec.rows.data[:n], self.spec.rows.kind)
+        value, magnitude = self.kernels.score(rows, np.stack([step.h for step in steps]))
+        for b, step in enumerate(steps):
+            step.ids, step.value, step.error = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+            step.fallback = reason or step.fallback
+            step.max_unopened = -np.inf
+            step.bytes_read += n * self.spec.width * rows.itemsize / len(steps)
+            self._add(step, np.arange(n), value[b], magnitude[b])
+
+    def _token_ids(self, rows: I64) -> I64:
+        row_ids = None if self.index is None else self.index.row_ids
+        return rows if row_ids is None else row_ids[rows]
+
+    def _centroids(self, steps: list[_Step]) -> None:
+        """The paper's search: clusters leave a priority queue by upper bound, largest first, until the k-th best score
+        found beats the bound of the next one, or the budget is spent. (The bounds of a state are fixed, so one sort is
+        the queue.)"""
+        assert self.index is not None
+        bound = self.index.centroid
+        assert bound is not None
+        for step in steps:
+            upper = bound.upper(self.kernels, step.h[None])[0]
+            step.bytes_read += bound.nbytes
+            queue = np.argsort(-upper, kind="stable")
+            opened = 0
+            for at, c in enumerate(queue):
+                if upper[c] < step.threshold or upper[c] == -np.inf:
+                    step.drop(float(upper[c]))
+                    break
+                rows = np.arange(bound.offsets[c], bound.offsets[c + 1])
+                opened += len(rows)
+                if opened > self.budget and at + 1 < len(queue):
+                    step.fallback = "budget"
+                    break
+                self._score(step, self._token_ids(rows))
+            step.survivors = [opened]
+
+    def _shadow(self, steps: list[_Step]) -> None:
+        assert self.index is not None
+        shadow = self.index.shadow
+        assert shadow is not None
+        h = np.stack([step.h for step in steps])
+        states, energy = shadow.prepare(self.kernels, h, self._bias_max)
+        self.statistics.energy += float(energy.sum())
+        self.statistics.energy_states += len(steps)
+        has_bias = self.spec.bias32 is not None
+        row_bytes = [shadow.row_bytes(i, has_bias) for i in range(len(shadow.planes))]
+        if self.index.centroid is None:
+            centre, upper = self.kernels.screen(self._planes[0], states[0], None)
+        for b, step in enumerate(steps):
+            if not all(np.isfinite(s.params[b]).all() for s in states):
+                step.fallback = "overflow"
+                continue
+            step.bytes_read += shadow.state_bytes / len(steps)
+            if self.index.centroid is None:
+                step.bytes_read += row_bytes[0] * len(shadow.rho) / len(steps)
+                self._descend(step, b, states, centre[b], upper[b], row_bytes)
+            else:
+                open_blocks = self._open_blocks(step)
+                one = self.kernels.screen(self._planes[0], states[0].one(b), open_blocks)
+                step.bytes_read += row_bytes[0] * INTERLEAVE * int(open_blocks.sum())
+                self._descend(step, b, states, one[0][0], one[1][0], row_bytes)
+
+    def _open_blocks(self, step: _Step) -> NDArray[np.uint8]:
+        """The centroid bound as a first stage: scores the best clusters for a threshold, then closes every block of 16
+        index rows whose clusters all lie below it."""
+        assert self.index is not None
+        bound = self.index.centroid
+        assert bound is not None
+        upper = bound.upper(self.kernels, step.h[None])[0]
+        step.bytes_read += bound.nbytes
+        for c in np.argsort(-upper, kind="stable"):
+            self._score(step, self._token_ids(np.arange(bound.offsets[c], bound.offsets[c + 1])))
+            if step.threshold > -np.inf:
+                break
+        is_open = ~(upper < step.threshold)
+        step.drop(float(np.max(upper[~is_open], initial=-np.inf)))
+        n = int(bound.offsets[-1])
+        rows = np.repeat(is_open, np.diff(bound.offsets))
+        rows = np.pad(rows, (0, -n % INTERLEAVE)).reshape(-1, INTERLEAVE)
+        return rows.any(axis=1).astype(np.uint8)
+
+    def _descend(
+        self, step: _Step, b: int, states: list[PlaneStates], centre: F32, upper: F32, row_bytes: list[int]
+    ) -> None:
+        """From plane 0 to exact scores: at each plane the best-looking rows are scored for a better threshold, and the
+        rows whose upper bound lies below it are dropped. Equality stays, so that ties are never lost."""
+        kernels = self.kernels
+        rows: I64 | None = None
+        for i in range(len(states)):
+            if i > 0:
+                assert rows is not None
+                step.bytes_read += len(rows) * row_bytes[i]
+                centre, upper = kernels.refine(self._planes[i], states[i].one(b), rows, centre)
+            lead = kernels.leaders(centre, step.k + (_SPARE_LEADERS if i == 0 else 0))
+            self._score(step, self._token_ids(lead if rows is None else rows[lead]))
+            keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
+            step.drop(dropped)
+            rows = keep if rows is None else rows[keep]
+            centre = centre[keep]
+            step.survivors.append(len(rows))
+        assert rows is not None
+        if len(rows) > self.budget:
+            step.fallback = "budget"
+        else:
+            self._score(step, self._token_ids(rows))
+
+    def _certificates(self, steps: list[_Step]) -> Certificates:
+        stages = max(len(step.survivors) for step in steps)
+        survivors = np.zeros((len(steps), stages), np.int64)
+        for b, step in enumerate(steps):
+            survivors[b, : len(step.survivors)] = step.survivors
+        threshold = np.array([step.threshold for step in steps])
+        max_unopened = np.array([step.max_unopened for step in steps])
+        return Certificates(
+            kind="top_k",
+            certified=threshold > max_unopened,
+            threshold=threshold,
+            max_unopened=max_unopened,
+            rows_scored=np.array([len(step.ids) for step in steps]),
+            survivors=survivors,
+            bytes_read=np.array([round(step.bytes_read) for step in steps]),
+            bytes_dense=self.spec.bytes_dense,
+            fallback=[step.fallback for step in steps],
+        )

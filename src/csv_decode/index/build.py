@@ -1,0 +1,122 @@
+"""`build_index`: from weights and calibration states to an index."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels import default_threads
+from ..spec import Array, HeadSpec, as_states
+from . import Index
+from .centroid import build_centroid
+from .shadow import build_shadow
+from .verify import verify_index
+
+__all__ = ["Progress", "build_index"]
+
+#: Called as progress(stage, done, total).
+Progress = Callable[[str, int, int], None]
+_BOUNDS = ("centroid", "shadow")
+
+
+def build_index(
+    spec: HeadSpec | Array,
+    calibration: Array | None = None,
+    bounds: str | Sequence[str] = "shadow",
+    seed: int | None = None,
+    *,
+    bits: tuple[float, ...] = (2.2, 2.0),
+    ridge: float = 0.03,
+    clusters: int | None = None,
+    iterations: int = 8,
+    spherical: bool = False,
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Index:
+    """Builds the index of a head.
+
+    Args:
+        spec: the `HeadSpec`, or a bare weight (V, d).
+        calibration: (N, d) hidden states like those to be served, a few thousand, for the shadow bound. They decide
+            how few rows survive, never whether an answer is right. None: isotropic, which is sound but reads more.
+        bounds: "shadow", "centroid", or both as a sequence: the cascade ("centroid", "shadow").
+        seed: for rotations, samples and k-means; None draws one. The settings record it.
+        bits: mean bits a weight of each plane, coarse to fine.
+        ridge: added to the spectrum of the states, in units of its mean.
+        clusters, iterations, spherical: of the centroid bound; C defaults to 0.015 V.
+        verify: check every radius against the weights at the end.
+        threads: at most this many; None: all that the process may use.
+        progress: called as progress(stage, done, total).
+
+    Raises ValueError for NaN or infinite weights, a calibration of another width, or unknown bounds.
+    """
+    started = time.perf_counter()
+    spec = HeadSpec.of(spec)
+    chosen = (bounds,) if isinstance(bounds, str) else tuple(bounds)
+    if not chosen or len(set(chosen)) != len(chosen) or any(name not in _BOUNDS for name in chosen):
+        raise ValueError(f"bounds is {bounds!r}, expected 'shadow', 'centroid' or ['centroid', 'shadow']")
+    if len(chosen) == 2 and chosen != _BOUNDS:
+        raise ValueError(f"bounds is {bounds!r}, but the coarse bound comes first: ['centroid', 'shadow']")
+    if not bits or any(not 0 < b <= 7 for b in bits):
+        raise ValueError(f"bits is {bits!r}, expected a few numbers above 0 and at most 7, one a plane")
+    if not (np.isfinite(ridge) and ridge > 0):
+        raise ValueError(f"ridge is {ridge}, expected a positive number: it keeps the transform invertible")
+    if clusters is not None and not 1 <= clusters <= spec.n_rows:
+        raise ValueError(f"clusters is {clusters}, expected 1 to {spec.n_rows}")
+    if iterations < 1:
+        raise ValueError(f"iterations is {iterations}, expected at least 1")
+    _check_finite(spec)
+    seed = secrets.randbits(31) if seed is None else seed
+    threads = threads or default_threads()
+    rng = np.random.default_rng(seed)
+
+    def report(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: progress(stage, done, total) if progress else None
+
+    settings: dict[str, Any] = {"bounds": list(chosen), "seed": seed}
+    row_ids, centroid, shadow = None, None, None
+    if "centroid" in chosen:
+        centroid, row_ids = build_centroid(spec, clusters, iterations, spherical, seed, report("clustering"), threads)
+        settings |= {"clusters": len(centroid.radius), "iterations": iterations, "spherical": spherical}
+    if "shadow" in chosen:
+        states = np.eye(spec.width) if calibration is None else as_states(calibration, spec.width)
+        if not states.any():
+            raise ValueError("the calibration states are all zero")
+        shadow = build_shadow(spec, states, row_ids, bits, ridge, rng, report("coding"), threads)
+        settings |= {
+            "bits": list(bits),
+            "ridge": ridge,
+            "calibration_states": 0 if calibration is None else len(states),
+        }
+    index = Index(
+        fingerprint=spec.fingerprint,
+        kind=spec.rows.kind,
+        shape=spec.rows.shape,
+        n_rows=spec.n_rows,
+        row_ids=row_ids,
+        centroid=centroid,
+        shadow=shadow,
+        settings=settings,
+    )
+    if verify:
+        verify_index(index, spec, threads=threads, progress=report("verifying"))
+    settings["seconds"] = round(time.perf_counter() - started, 1)
+    return index
+
+
+
+
+def _check_finite(spec: HeadSpec) -> None:
+    for first in range(0, spec.n_rows, 65536):
+        rows = spec.rows.float32(slice(first, min(first + 65536, spec.n_rows)))
+        bad = ~np.isfinite(rows).all(axis=1)
+        if bad.any():
+            raise ValueError(
+                f"{int(bad.sum())} rows of the weights hold NaN or infinity, the first is row "
+                f"{first + int(np.nonzero(bad)[0][0])}; no bound can be given for them"
+            )

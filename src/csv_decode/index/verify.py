@@ -1,0 +1,119 @@
+"""`verify_index`: every stored radius against the weights, from the stored bytes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ..bounds.planes import BLOCK, group_edges
+from ..bounds.rounding import INFLATE, RELATIVE, gamma
+from ..kernels import default_threads
+from ..spec import Array, HeadSpec
+from . import Index
+
+__all__ = ["verify_index"]
+
+_CHUNK = 8192
+
+
+def verify_index(
+    index: Index,
+    weight: HeadSpec | Array,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Checks in float64, with its rounding accounted for, that every stored radius holds for every row.
+
+    For the shadow bound it decodes each row from the stored words and shows a decomposition
+    ``w - mu = M^T (rho xc + r) + delta`` whose r fits the stored radii and whose delta fits the stored one: by the
+    identity in `csv_decode.bounds.shadow`, that proves the bound for every state. For the centroid bound it measures
+    each row's distance to its centroid.
+
+    Raises StaleIndexError for other weights and ValueError naming the first row whose bound does not hold.
+    """
+    spec = HeadSpec.of(weight)
+    index.check(spec)
+    if index.row_ids is not None and not np.array_equal(np.sort(index.row_ids), np.arange(spec.n_rows)):
+        raise ValueError("row_ids of the index is not a permutation of the rows; rebuild it")
+    if index.centroid is not None:
+        _verify_centroid(index, spec)
+    if index.shadow is not None:
+        _verify_shadow(index, spec, threads or default_threads(), progress or (lambda done, total: None))
+
+
+def _fail(row: int, what: str) -> ValueError:
+    return ValueError(f"the bound of row {row} does not hold: {what}; the index is damaged, rebuild it")
+
+
+def _verify_centroid(index: Index, spec: HeadSpec) -> None:
+    bound, ids = index.centroid, index.row_ids
+    assert bound is not None
+    assert ids is not None
+    for c in range(len(bound.radius)):
+        rows = ids[bound.offsets[c] : bound.offsets[c + 1]]
+        if not len(rows):
+            continue
+        away = spec.rows.float32(rows).astype(np.float64) - bound.centroids[c]
+        distance = np.linalg.norm(away, axis=1) * (1 + gamma(spec.width + 3))
+        worst = int(np.argmax(distance))
+        if not distance[worst] <= bound.radius[c]:
+            raise _fail(int(rows[worst]), f"distance {distance[worst]!r} to its centroid, radius {bound.radius[c]!r}")
+        if spec.bias32 is not None and not spec.bias32[rows].max() <= bound.bias_max[c]:
+            raise _fail(int(rows[0]), f"bias above its cluster's maximum {bound.bias_max[c]!r}")
+
+
+def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callable[[int, int], None]) -> None:
+    bound = index.shadow
+    assert bound is not None
+    ids = np.arange(spec.n_rows) if index.row_ids is None else index.row_ids
+    n, width = len(ids), spec.width
+    dims = bound.transform.shape[0]
+    stored = bound.transform.astype(np.float64)
+    # Any x will do, so how it is found needs no trust: this one makes delta small.
+    solve = np.linalg.pinv(stored)
+    rho = (bound.rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if not (rho > 0).all() or not np.isfinite(rho).all():
+        raise _fail(int(ids[int(np.argmin(rho > 0))]), "its row scale is not positive")
+    size = np.linalg.norm(stored)
+    mean = bound.mean.astype(np.float64)
+    edges = group_edges(dims)
+    g = gamma(dims + width + 8)
+
+    def chunk(first: int) -> int:
+        last = min(first + _CHUNK, n)
+        w = spec.rows.float32(ids[first:last]).astype(np.float64)
+        centred = w - mean
+        x = centred @ solve
+        scale = rho[first:last]
+        delta = np.linalg.norm(centred - x @ stored, axis=1)
+        delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + size * np.linalg.norm(x, axis=1))
+        _require(delta * INFLATE <= scale * bound.delta, ids[first:last], "transform residual above delta")
+        coded = np.zeros_like(x)
+        reach = np.zeros(dims)  # no partial sum of xc_j is above this
+        for p, plane in enumerate(bound.planes):
+            words = plane.rows(first, last)
+            coded += plane.decode(words, dims)
+            reach = reach + np.repeat(plane.step * 2.0**plane.bits, BLOCK)
+            rest = x - scale[:, None] * coded
+            missed = RELATIVE * (np.abs(x) + scale[:, None] * reach)  # by float64, of the true rest
+            _, radii = plane.unpack(words)
+            for group in range(len(edges) - 1):
+                part = slice(edges[group], edges[group + 1])
+                norm = np.linalg.norm(rest[:, part], axis=1) + np.linalg.norm(missed[:, part], axis=1)
+                allowed = radii[:, group] * float(plane.radius_step[group]) * scale
+                _require(norm * INFLATE <= allowed, ids[first:last], f"residual above radius {group} of plane {p}")
+        return last - first
+
+    done = 0
+    with ThreadPoolExecutor(threads) as pool:
+        for count in pool.map(chunk, range(0, n, _CHUNK)):
+            done += count
+            progress(done, n)
+
+
+def _require(holds: np.ndarray, ids: np.ndarray, what: str) -> None:
+    if not holds.all():
+        raise _fail(int(ids[int(np.argmin(holds))]), what)

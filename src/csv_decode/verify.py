@@ -1,0 +1,148 @@
+"""The sceptic's checker: is this really the top-k? It shares no code with the cascade and reads no index."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .certificate import TopK
+from .spec import Array, HeadSpec, as_states
+
+__all__ = ["VerificationError", "VerificationReport", "verify"]
+
+F64 = NDArray[np.float64]
+_CHUNK = 4096
+
+
+class VerificationError(AssertionError):
+    """A result is not what exact arithmetic says."""
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """states and rows compared; exact_comparisons: pairs that float64 could not tell apart and that were decided with
+    exact sums; worst_logit_error: largest difference of a returned logit from its float64 recomputation."""
+
+    states: int
+    rows: int
+    exact_comparisons: int
+    worst_logit_error: float
+
+
+def _two_product(a: F64, b: F64) -> tuple[F64, F64]:
+    """a b = p + e exactly (Dekker 1971, with Veltkamp's splitting; no overflow for float32-sized numbers)."""
+    factor = 2.0**27 + 1
+    p = a * b
+    ta, tb = factor * a, factor * b
+    a_high, b_high = ta - (ta - a), tb - (tb - b)
+    a_low, b_low = a - a_high, b - b_high
+    return p, ((a_high * b_high - p) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _terms(row: F64, h: F64, bias: float) -> list[float]:
+    """Float64 numbers whose exact sum is <row, h> + bias. Scaling h by a power of two keeps Dekker clear of
+    underflow; the caller scales the bias alike."""
+    p, e = _two_product(row, h)
+    return [*p.tolist(), *e.tolist(), bias]
+
+
+def _compare(a: list[float], b: list[float]) -> int:
+    """Sign of sum(a) - sum(b): math.fsum rounds the exact sum once, so its sign is exact."""
+    difference = math.fsum(a + [-x for x in b])
+    return (difference > 0) - (difference < 0)
+
+
+def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationReport:
+    """Checks a `top_k` result against all rows of the head, in exact arithmetic where it matters.
+
+    A float64 product of every row with every state, with the bound ``gamma(d + 2) sum |w_j h_j|`` on its error, decides
+    all comparisons that are clear; the others are decided by the sign of an exact sum. Checked for each state: the ids
+    are distinct and valid; they are in order (larger logit, then smaller id); no other row beats the last of them;
+    logits are within their stated error; with ties, all rows equal to the k-th are there; a certificate that claims to
+    be certified has threshold > max_unopened, no returned score below threshold and none above max_unopened left out.
+
+    Returns a report, or raises VerificationError naming the state and the rows.
+    """
+    spec = HeadSpec.of(spec)
+    h = as_states(hidden, spec.width)
+    n, width = spec.n_rows, spec.width
+    if len(h) != len(top.ids):
+        raise VerificationError(f"result has {len(top.ids)} states, but {len(h)} were given")
+    bias = np.zeros(n) if spec.bias32 is None else spec.bias32[:n].astype(np.float64)
+    g = (width + 3) * 2.0**-53
+    g = g / (1 - g) * 1.01
+    value, error = np.empty((len(h), n)), np.empty((len(h), n))
+    for first in range(0, n, _CHUNK):
+        part = slice(first, min(first + _CHUNK, n))
+        rows = spec.rows.float32(part).astype(np.float64)
+        value[:, part] = h @ rows.T + bias[part]
+        error[:, part] = g * (np.abs(h) @ np.abs(rows.T) + np.abs(bias[part])) + width * 2.0**-1070
+    comparisons, worst = 0, 0.0
+    for b in range(len(h)):
+        comparisons += _verify_state(top, b, h[b], spec, bias, value[b], error[b])
+        ids = np.asarray(top.ids[b])
+        worst = max(worst, float(np.max(np.abs(spec.finish(value[b, ids]) - top.logits[b]))))
+    return VerificationReport(len(h), n, comparisons, worst)
+
+
+def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F64, error: F64) -> int:
+    ids = np.asarray(top.ids[b])
+    n, k = len(value), top.k
+
+    def fail(what: str) -> VerificationError:
+        return VerificationError(f"state {b}: {what}")
+
+    if len(ids) < k or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
+        raise fail(f"ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
+    count = 0
+    # |h| near one keeps the exact products far from under- and overflow; a power of two changes no comparison
+    unit = 2.0 ** -int(np.frexp(np.abs(h).max())[1]) if h.any() else 1.0
+    cache: dict[int, list[float]] = {}
+
+    def terms(i: int) -> list[float]:
+        if i not in cache:
+            row = spec.rows.float32(np.array([i]))[0].astype(np.float64)
+            cache[i] = _terms(row, h * unit, bias[i] * unit)
+        return cache[i]
+
+    def compare(i: int, j: int) -> int:
+        """Sign of score_i - score_j."""
+        nonlocal count
+        if abs(value[i] - value[j]) > error[i] + error[j]:
+            return 1 if value[i] > value[j] else -1
+        count += 1
+        return _compare(terms(i), terms(j))
+
+    for i, j in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
+        sign = compare(i, j)
+        if sign < 0 or (sign == 0 and i > j):
+            raise fail(f"id {i} stands before id {j}, which has {'the larger logit' if sign < 0 else 'the smaller id'}")
+    last = int(ids[k - 1])
+    others = np.ones(n, bool)
+    others[ids] = False
+    near = np.nonzero(others & (value + error >= value[last] - error[last]))[0]
+    with_ties = isinstance(top.ids, list)
+    for j in near.tolist():
+        sign = compare(j, last)
+        if sign > 0 or (sign == 0 and (with_ties or j < last)):
+            raise fail(f"id {j} is missing: its logit is {'above' if sign > 0 else 'equal to'} that of id {last}")
+    for extra in ids[k:].tolist():
+        if compare(extra, last) != 0:
+            raise fail(f"id {extra} is no tie of id {last}")
+    stated = float(top.logit_error[b])
+    off = np.abs(spec.finish(value[ids]) - np.asarray(top.logits[b]))
+    allowed = (stated + error[ids]) * spec.scale + 1e-12 * np.abs(spec.finish(value[ids]))
+    if (off > allowed).any():
+        raise fail(f"a logit is {off.max():.3g} away from its value, stated error {stated:.3g}")
+    certificate = top.certificates[b]
+    if certificate.certified:
+        if not certificate.threshold > certificate.max_unopened:
+            raise fail(f"threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}")
+        if certificate.threshold > value[last] + error[last]:
+            raise fail(f"threshold {certificate.threshold} is above the k-th score {value[last]}")
+        if certificate.rows_scored < k:
+            raise fail(f"{certificate.rows_scored} rows were scored, fewer than k = {k}")
+    return count
