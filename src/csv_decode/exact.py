@@ -33,9 +33,7 @@ def exact_scores(rows: NDArray[np.float32], h: F64, bias: NDArray[np.float32] | 
         if key not in seen:
             mantissa, exponent = _integers(rows[i].astype(np.float64))
             terms = [
-                (a * b, p + q)
-                for a, b, p, q in zip(mantissa, h_mantissa, exponent, h_exponent, strict=True)
-                if a and b
+                (a * b, p + q) for a, b, p, q in zip(mantissa, h_mantissa, exponent, h_exponent, strict=True) if a and b
             ]
             if bias is not None and bias[i]:
                 (m,), (e,) = _integers(bias[i : i + 1].astype(np.float64))

@@ -254,9 +254,8 @@ class CertifiedHead:
         is_open = ~(upper < step.threshold)
         step.drop(float(np.max(upper[~is_open], initial=-np.inf)))
         n = int(bound.offsets[-1])
-        rows = np.repeat(is_open, np.diff(bound.offsets))
-        rows = np.pad(rows, (0, -n % INTERLEAVE)).reshape(-1, INTERLEAVE)
-        return rows.any(axis=1).astype(np.uint8)
+        open_rows = np.pad(np.repeat(is_open, np.diff(bound.offsets)), (0, -n % INTERLEAVE))
+        return np.asarray(open_rows.reshape(-1, INTERLEAVE).any(axis=1), np.uint8)
 
     def _descend(
         self, step: _Step, b: int, states: list[PlaneStates], centre: F32, upper: F32, row_bytes: list[int]

@@ -109,8 +109,6 @@ def build_index(
     return index
 
 
-
-
 def _check_finite(spec: HeadSpec) -> None:
     for first in range(0, spec.n_rows, 65536):
         rows = spec.rows.float32(slice(first, min(first + 65536, spec.n_rows)))

@@ -63,10 +63,10 @@ def build_centroid(
             min_points_per_centroid=1,
             max_points_per_centroid=256,
         )
-        centroids = None
+        centroids: NDArray[np.float32] | None = None
         for i in range(iterations):
             kmeans.train(data, init_centroids=centroids)
-            centroids = kmeans.centroids.copy()
+            centroids = np.array(kmeans.centroids)
             progress(i + 1, iterations)
         _, assigned = kmeans.index.search(data, 1)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _quantiser(x: F64, budget: float, limit: int) -> _Quantiser:
 
 def _group_norms(r: F64) -> F64:
     edges = group_edges(r.shape[1])
-    return np.stack([np.sqrt(np.sum(r[:, a:b] ** 2, axis=1)) for a, b in zip(edges[:-1], edges[1:], strict=True)], 1)
+    return np.stack([np.sqrt(np.sum(r[:, a:b] ** 2, axis=1)) for a, b in itertools.pairwise(edges.tolist())], 1)
 
 
 def _round_bf16_up(x: F64) -> NDArray[np.uint16]:
@@ -236,7 +237,7 @@ def build_shadow(
     # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
     stored = transform[:width].astype(np.float64)
     solve = np.linalg.inv(stored.T).T  # x = (w - mu) @ solve
-    size = np.linalg.norm(stored)
+    stored_norm = float(np.linalg.norm(stored))
     coder = _Coder(np.pad(centred[usual] @ solve, ((0, 0), (0, dims - width))), bits)
 
     planes = [
@@ -256,7 +257,7 @@ def build_shadow(
         x = centred @ solve
         # delta_i = w - mu - M^T x, and what float64 may have missed of it.
         delta = np.linalg.norm(centred - x @ stored, axis=1)
-        delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + size * np.linalg.norm(x, axis=1))
+        delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + stored_norm * np.linalg.norm(x, axis=1))
         delta *= INFLATE
         codes, radii, scale = coder(np.pad(x, ((0, 0), (0, dims - width))), delta * 2.0**20)
         if not np.isfinite(scale).all():

@@ -1,10 +1,10 @@
 """The index file: one safetensors file, checked on the way in and mapped, not read.
 
-Tensors: ``row_ids`` int64; ``centroid.centroids`` float32, ``centroid.radius`` float32, ``centroid.bias_max`` float32,
-``centroid.offsets`` int64; ``shadow.mean`` float32, ``shadow.transform`` float16, ``shadow.rho`` uint16 (bfloat16 bits),
-``shadow.plane<i>.bits`` int32, ``.step`` float32, ``.radius_step`` float32, ``.words`` uint32 (see cpp/plane.hpp).
-Metadata: ``format`` "csv-decode index", ``version``, ``head`` (JSON: fingerprint, kind, shape, n_rows, settings, and the
-scalars of the bounds) and ``sha256`` over head and tensors. All numbers are little-endian.
+Tensors: ``row_ids`` int64; ``centroid.centroids``, ``.radius``, ``.bias_max`` float32 and ``.offsets`` int64;
+``shadow.mean`` float32, ``.transform`` float16 and ``.rho`` uint16 (bfloat16 bits); ``shadow.plane<i>.bits`` int32,
+``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). Metadata: ``format`` "csv-decode index",
+``version``, ``head`` (JSON: fingerprint, kind, shape, n_rows, settings, scalars of the bounds) and ``sha256`` over head
+and tensors. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _open(path: Path) -> tuple[dict[str, str], Tensors]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no index at {path}; build it with: csv-decode build MODEL -o {path}") from None
+        raise FileNotFoundError(f"there is no index at {path}; build one with: csv-decode build MODEL") from None
     except (SafetensorError, OSError) as error:
-        raise IndexFileError(f"{path} is damaged or not an index file ({error}); delete it and build it again") from None
+        raise IndexFileError(f"{path} is damaged or not an index file ({error}); build it again") from None
     with open(path, "rb") as raw:
         mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(mapped[:8], "little")

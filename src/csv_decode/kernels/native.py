@@ -40,9 +40,7 @@ class NativeKernels:
         handle, n_rows = plane
         centre = np.empty((len(states.params), n_rows), np.float32)
         upper = np.empty_like(centre)
-        _native.screen(
-            self.name, self.threads, handle, states.hi, states.lo, states.params, open_blocks, centre, upper
-        )
+        _native.screen(self.name, self.threads, handle, states.hi, states.lo, states.params, open_blocks, centre, upper)
         return centre, upper
 
     def refine(

@@ -67,9 +67,7 @@ class ReferenceKernels:
             centre = mid.astype(np.float32)
         return centre, _round_up((mid + radius) + (slack + np.abs(start) * start_slack))
 
-    def screen(
-        self, plane: _Bound, states: PlaneStates, open_blocks: NDArray[np.uint8] | None
-    ) -> tuple[F32, F32]:
+    def screen(self, plane: _Bound, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         n = len(plane.rho)
         words = plane.plane.rows(0, n)
         centre = np.empty((len(states.params), n), np.float32)
