@@ -36,14 +36,15 @@ class Certificate:
     fallback: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Certificates:
     """Certificates of B states as columns; `certificates[b]` is one of them.
 
     certified (B,) bool. threshold, max_unopened, margin (B,) float64. rows_scored (B,): rows scored exactly.
     survivors (B, stages): rows that reached each stage after the first. bytes_read (B,): what the step asked memory
     for (codes, radii, transform, exact rows in their stored type; what a batch reads once is shared out evenly).
-    bytes_dense: the head in bfloat16. fallback: reason for the dense product, or None.
+    bytes_dense: the head in bfloat16. fallback: reason for the dense product, or None. energy (B,): ||M h||^2 relative to
+    calibration, NaN where no shadow bound ran.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Certificates:
     bytes_read: I64
     bytes_dense: int
     fallback: list[str | None]
+    energy: F64
     guarantee: str = "deterministic"
     failure_probability: float = 0.0
 
@@ -82,7 +84,7 @@ class Certificates:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopK:
     """The k largest logits of B states; larger logits first, equal ones by smaller id.
 
@@ -120,6 +122,9 @@ class Statistics:
         self.bytes_read += int(certificates.bytes_read.sum())
         self.bytes_dense += certificates.bytes_dense * len(certificates)
         self.seconds += seconds
+        known = certificates.energy[~np.isnan(certificates.energy)]
+        self.energy += float(known.sum())
+        self.energy_states += len(known)
 
     @property
     def fallback_rate(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class _Step:
     max_unopened: float = -np.inf
     survivors: list[int] = field(default_factory=list)
     bytes_read: float = 0.0
+    energy: float = np.nan
     fallback: str | None = None
 
     def drop(self, upper: float) -> None:
@@ -88,6 +90,7 @@ class CertifiedHead:
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
         self.statistics = Statistics()
+        self._lock = threading.Lock()
         self._bias_max = 0.0 if self.spec.bias32 is None else float(np.abs(self.spec.bias32).max())
         self._planes: list[Any] = []
         if index is not None and index.shadow is not None:
@@ -123,7 +126,8 @@ class CertifiedHead:
             logits.append(self.spec.finish(step.value[order]))
             errors[b] = step.error[order].max()
         certificates = self._certificates(steps)
-        self.statistics.add(certificates, time.perf_counter() - started)
+        with self._lock:
+            self.statistics.add(certificates, time.perf_counter() - started)
         if ties:
             return TopK(ids, logits, int(k), errors, certificates)
         return TopK(np.stack(ids), np.stack(logits), int(k), errors, certificates)
@@ -219,13 +223,12 @@ class CertifiedHead:
         assert shadow is not None
         h = np.stack([step.h for step in steps])
         states, energy = shadow.prepare(self.kernels, h, self._bias_max)
-        self.statistics.energy += float(energy.sum())
-        self.statistics.energy_states += len(steps)
         has_bias = self.spec.bias32 is not None
         row_bytes = [shadow.row_bytes(i, has_bias) for i in range(len(shadow.planes))]
         if self.index.centroid is None:
             centre, upper = self.kernels.screen(self._planes[0], states[0], None)
         for b, step in enumerate(steps):
+            step.energy = float(energy[b])
             if not all(np.isfinite(s.params[b]).all() for s in states):
                 step.fallback = "overflow"
                 continue
@@ -299,4 +302,5 @@ class CertifiedHead:
             bytes_read=np.array([round(step.bytes_read) for step in steps]),
             bytes_dense=self.spec.bytes_dense,
             fallback=[step.fallback for step in steps],
+            energy=np.array([step.energy for step in steps]),
         )

@@ -39,7 +39,7 @@ def _bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """A matrix in its stored type: `data` (n, d), float32, float16, or uint16 bit patterns of bfloat16."""
 
@@ -72,7 +72,7 @@ class Rows:
         return _bf16_to_float32(data) if self.kind == "bfloat16" else data.astype(np.float32, copy=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadSpec:
     """An output layer: ``logits = softcap(scale * (weight @ h + bias))``.
 

@@ -62,7 +62,8 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
     all comparisons that are clear; the others are decided by the sign of an exact sum. Checked for each state: the ids
     are distinct and valid; they are in order (larger logit, then smaller id); no other row beats the last of them;
     logits are within their stated error; with ties, all rows equal to the k-th are there; a certificate that claims to
-    be certified has threshold > max_unopened, no returned score below threshold and none above max_unopened left out.
+    be certified has threshold > max_unopened, no returned score below threshold, and has scored as many rows as have a
+    score above max_unopened.
 
     Returns a report, or raises VerificationError naming the state and the rows.
     """
@@ -143,6 +144,10 @@ def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F
             raise fail(f"threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}")
         if certificate.threshold > value[last] + error[last]:
             raise fail(f"threshold {certificate.threshold} is above the k-th score {value[last]}")
-        if certificate.rows_scored < k:
-            raise fail(f"{certificate.rows_scored} rows were scored, fewer than k = {k}")
+        above = int(np.sum(value - error > certificate.max_unopened))
+        if certificate.rows_scored < above:
+            raise fail(
+                f"{above} rows have scores above max_unopened {certificate.max_unopened}, "
+                f"but only {certificate.rows_scored} rows were scored"
+            )
     return count

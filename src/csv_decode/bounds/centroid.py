@@ -24,7 +24,7 @@ __all__ = ["CentroidBound"]
 F64 = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CentroidBound:
     """C clusters of rows that lie together in the index: cluster c holds index rows offsets[c] to offsets[c + 1].
 

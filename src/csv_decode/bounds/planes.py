@@ -35,7 +35,7 @@ def group_edges(dims: int) -> I64:
     return np.linspace(0, dims // BLOCK, GROUPS + 1).round().astype(np.int64) * BLOCK
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plane:
     """One plane. `bits` (blocks,) and `step` (blocks,) float32 say how each block of 32 dimensions is coded;
     `radius_step` (GROUPS,) float32 is the unit of the radii; `words` (rows, W) uint32 are the codes. Plane 0 has its
@@ -137,7 +137,7 @@ class Plane:
         return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlaneStates:
     """What B states become for one plane: `hi`, `lo` (B, slots) int8 with q = 256 hi + lo, and `params` (B, 10) float64
     (half_scale, offset, constant, norm x 4, base, slack, start_slack; see cpp/plane.hpp)."""

@@ -47,5 +47,6 @@ def score_error(width: int, magnitude: F64) -> F64:
 
 def below_float32(x: float) -> Any:
     """The largest float32 strictly below x, so that `value > bar` means `value >= x` for every float32 value."""
-    bar = np.float32(x)
+    with np.errstate(over="ignore"):
+        bar = np.float32(x)
     return np.nextafter(bar, np.float32(-np.inf)) if float(bar) >= x else bar

@@ -32,7 +32,7 @@ __all__ = ["ShadowBound"]
 F64 = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShadowBound:
     """Arrays of the bound, for V rows of width d coded in D dimensions (d rounded up to whole blocks of 32).
 

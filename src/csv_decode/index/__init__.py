@@ -19,7 +19,7 @@ class StaleIndexError(ValueError):
     """The index belongs to other weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Index:
     """Bounds for the rows of one head.
 

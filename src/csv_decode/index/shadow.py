@@ -24,6 +24,7 @@ _STEP = np.array([0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569])
 _LOSS = np.array([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035])
 _CHUNK = 8192
 _SAMPLE = 8192
+_LARGEST = 2.0**120
 _SLACK = 2.0**-30  # of a row's norm: far above the rounding of the solve, far below a radius
 
 
@@ -237,7 +238,7 @@ def build_shadow(
     # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
     stored = transform[:width].astype(np.float64)
     solve = np.linalg.inv(stored.T).T  # x = (w - mu) @ solve
-    stored_norm = float(np.linalg.norm(stored))
+    stored_norm, mean_norm = float(np.linalg.norm(stored)), float(np.linalg.norm(mean.astype(np.float64)))
     coder = _Coder(np.pad(centred[usual] @ solve, ((0, 0), (0, dims - width))), bits)
 
     planes = [
@@ -247,7 +248,7 @@ def build_shadow(
     padded = -(-n // INTERLEAVE) * INTERLEAVE
     words = [np.zeros((padded if p.interleaved else n, p.words_per_row), np.uint32) for p in planes]
     rho_bits = np.zeros(n, np.uint16)
-    g = gamma(width + 3)
+    g = gamma(dims + width + 8)
     done = 0
 
     def chunk(first: int) -> tuple[int, float]:
@@ -255,14 +256,17 @@ def build_shadow(
         w = wide(ids[first:last])
         centred = w - mean
         x = centred @ solve
+        if not (np.abs(x) < _LARGEST).all():
+            row = int(np.nonzero(~(np.abs(x) < _LARGEST).all(axis=1))[0][0])
+            raise ValueError(
+                f"row {ids[first + row]} of the weights is too large to code: norm {np.linalg.norm(w[row]):.3g}, "
+                f"{np.linalg.norm(x[row]):.3g} in the space of the transform, where bfloat16 row scales end"
+            )
         # delta_i = w - mu - M^T x, and what float64 may have missed of it.
         delta = np.linalg.norm(centred - x @ stored, axis=1)
-        delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + stored_norm * np.linalg.norm(x, axis=1))
+        delta += g * (np.linalg.norm(w, axis=1) + mean_norm + stored_norm * np.linalg.norm(x, axis=1))
         delta *= INFLATE
         codes, radii, scale = coder(np.pad(x, ((0, 0), (0, dims - width))), delta * 2.0**20)
-        if not np.isfinite(scale).all():
-            row = int(ids[first + int(np.nonzero(~np.isfinite(scale))[0][0])])
-            raise ValueError(f"row {row} of the weights is too large to code (norm {np.linalg.norm(wide(ids)[row])})")
         rho_bits[first:last] = _round_bf16_up(scale)
         for i, plane in enumerate(planes):
             packed = plane.pack(codes[i], radii[i])

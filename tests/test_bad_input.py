@@ -1,0 +1,140 @@
+"""Bad input gets a clear error that names what was given and what was expected."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import csv_decode as cd
+
+from .conftest import make_head
+
+pytestmark = pytest.mark.usefixtures("cascade")
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[np.ndarray, np.ndarray, cd.Index]:
+    weight, states = make_head(200, 16)
+    return weight, states, cd.build_index(weight, states, seed=0, threads=1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+def test_states_that_are_not_numbers_are_refused(small: tuple, bad: float) -> None:
+    weight, states, index = small
+    h = states[:3].astype(np.float64)
+    h[1, 5] = bad
+    with pytest.raises(ValueError, match=r"hidden state 1 has 1 values that are NaN, infinite or beyond"):
+        cd.CertifiedHead(index, weight).top_k(h)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        (np.zeros((2, 15), np.float32), r"shape \(2, 15\), expected \(B, 16\) or \(16,\)"),
+        (np.zeros((2, 2, 16), np.float32), r"shape \(2, 2, 16\)"),
+        (np.zeros((0, 16), np.float32), "batch of hidden states is empty"),
+        (np.zeros((1, 16), np.int64), "dtype int64, expected float16"),
+        (np.zeros((1, 16), complex), "dtype complex128"),
+        ([["a"] * 16], "dtype <U1"),
+    ],
+)
+def test_states_of_another_shape_or_type_are_refused(small: tuple, hidden: object, message: str) -> None:
+    weight, _, index = small
+    with pytest.raises(ValueError, match=message):
+        cd.CertifiedHead(index, weight).top_k(hidden)
+
+
+@pytest.mark.parametrize("k", [0, -1, 201, 1.5, "3", True, None])
+def test_k_out_of_range_is_refused(small: tuple, k: object) -> None:
+    weight, states, index = small
+    with pytest.raises(ValueError, match=r"k is .*, expected"):
+        cd.CertifiedHead(index, weight).top_k(states[0], k)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bounds", ["shadow", "centroid"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_numbers_are_refused(bounds: str, bad: float) -> None:
+    weight, states = make_head(50, 8)
+    weight[17, 3] = bad
+    with pytest.raises(ValueError, match="1 rows of the weights hold NaN or infinity, the first is row 17"):
+        cd.build_index(weight, states, bounds=bounds)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": np.zeros((4, 3))}, "weight has dtype float64, expected float32"),
+        ({"weight": np.zeros((4, 3), np.int8)}, "weight has dtype int8"),
+        ({"weight": np.zeros(3, np.float32)}, r"weight has shape \(3,\), expected \(V, d\)"),
+        ({"weight": np.zeros((0, 3), np.float32)}, r"weight has shape \(0, 3\)"),
+        ({"bias": np.zeros(3, np.float32)}, r"bias has shape \(3,\) and dtype float32, expected \(4,\)"),
+        ({"bias": np.full(4, np.nan, np.float32)}, "bias has 4 NaN"),
+        ({"scale": 0.0}, "scale is 0.0, expected a positive"),
+        ({"scale": -1.0}, "scale is -1.0"),
+        ({"softcap": np.inf}, "softcap is inf"),
+        ({"valid_rows": 5}, "valid_rows is 5, expected 1 to 4"),
+        ({"valid_rows": 0}, "valid_rows is 0"),
+    ],
+)
+def test_impossible_heads_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cd.HeadSpec(**{"weight": np.ones((4, 3), np.float32), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bounds": "fancy"}, "bounds is 'fancy', expected 'shadow'"),
+        ({"bounds": []}, "bounds is"),
+        ({"bounds": ["shadow", "centroid"]}, "the coarse bound comes first"),
+        ({"bits": ()}, "bits is"),
+        ({"bits": (0.0,)}, "bits is"),
+        ({"bits": (9.0,)}, "bits is"),
+        ({"ridge": 0.0}, "ridge is 0.0"),
+        ({"clusters": 51, "bounds": "centroid"}, "clusters is 51, expected 1 to 50"),
+        ({"iterations": 0, "bounds": "centroid"}, "iterations is 0"),
+        ({"calibration": np.zeros((3, 9), np.float32)}, r"shape \(3, 9\), expected \(B, 8\)"),
+        ({"calibration": np.zeros((3, 8), np.float32)}, "calibration states are all zero"),
+    ],
+)
+def test_impossible_builds_are_refused(change: dict, message: str) -> None:
+    weight, states = make_head(50, 8)
+    with pytest.raises(ValueError, match=message):
+        cd.build_index(weight, **{"calibration": states, **change})
+
+
+def test_an_index_of_other_weights_is_refused(small: tuple) -> None:
+    weight, _, index = small
+    other = weight.copy()
+    other[3, 3] = np.nextafter(other[3, 3], np.float32(9))
+    with pytest.raises(cd.StaleIndexError, match=r"index was built for weights .*V=200, d=16.*, not weights"):
+        cd.CertifiedHead(index, other)
+    with pytest.raises(cd.StaleIndexError, match=r"not weights .*V=199"):
+        cd.CertifiedHead(index, weight[:199])
+    with pytest.raises(cd.StaleIndexError, match="valid rows"):
+        cd.CertifiedHead(index, cd.HeadSpec(weight, valid_rows=150))
+    with pytest.raises(cd.StaleIndexError):
+        cd.CertifiedHead(index, cd.HeadSpec(weight, bias=np.ones(200, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guarantee": "hopeful"}, "guarantee is 'hopeful'"),
+        ({"budget": 0.0}, "budget is 0.0"),
+        ({"budget": 1.1}, "budget is 1.1"),
+        ({"threads": 0}, "threads is 0"),
+        ({"kernels": "mmx"}, "kernels 'mmx' are unknown"),
+    ],
+)
+def test_impossible_heads_options_are_refused(small: tuple, change: dict, message: str) -> None:
+    weight, _, index = small
+    with pytest.raises(ValueError, match=message):
+        cd.CertifiedHead(index, weight, **change)
+
+
+def test_a_row_too_large_for_the_codes_is_refused() -> None:
+    weight, states = make_head(50, 8)
+    weight[7] = 3e38
+    with pytest.raises(ValueError, match="row 7 of the weights is too large to code"):
+        cd.build_index(weight, states)
