@@ -76,7 +76,9 @@ void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_
         _mm256_store_si256(reinterpret_cast<__m256i*>(h + 8 * half), sums[half].hi);
         _mm256_store_si256(reinterpret_cast<__m256i*>(l + 8 * half), sums[half].lo);
       }
-      bound_block(p, s, block, h, l, centre + b * stride, upper + b * stride);
+      double dot[kInterleave];
+      for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
+      bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
     }
   }
 }
@@ -129,7 +131,8 @@ void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const floa
       hi += slots;
       lo += slots;
     }
-    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0], sum8(sums.hi), sum8(sums.lo), centre + i, upper + i);
+    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0], join(sum8(sums.hi), sum8(sums.lo)), centre + i,
+          upper + i);
   }
 }
 

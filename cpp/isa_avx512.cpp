@@ -96,7 +96,9 @@ void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_
         alignas(64) int32_t h[kInterleave], l[kInterleave];
         _mm512_store_si512(h, acc_hi);
         _mm512_store_si512(l, acc_lo);
-        bound_block(p, s, block, h, l, centre + b * stride, upper + b * stride);
+        double dot[kInterleave];
+        for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
+        bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
         continue;
       }
       __m512i radii = _mm512_loadu_si512(begin);
@@ -159,8 +161,8 @@ void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const floa
       hi += slots;
       lo += slots;
     }
-    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0], _mm512_reduce_add_epi32(acc_hi),
-          _mm512_reduce_add_epi32(acc_lo), centre + i, upper + i);
+    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0],
+          join(_mm512_reduce_add_epi32(acc_hi), _mm512_reduce_add_epi32(acc_lo)), centre + i, upper + i);
   }
 }
 

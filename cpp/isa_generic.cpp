@@ -1,30 +1,92 @@
 // Portable C++: the kernel that runs everywhere and that the others must equal.
+#include <cstddef>
+#include <vector>
+
 #include "plane.hpp"
 
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
 
+// 256 hi + lo of every slot: 16-bit states meet 8-bit codes in loops that compilers turn into multiply-add of pairs.
+struct Whole {
+  std::vector<int16_t> q;
+
+  Whole(const Plane& p, const PlaneState& s) {
+    int64_t slots = 0;
+    for (int i = 0; i < p.n_segments; ++i)
+      slots += static_cast<int64_t>(p.segments[i].words) * 4 * (8 / p.segments[i].bits);
+    q.resize(static_cast<std::size_t>(slots));
+    for (int64_t j = 0; j < slots; ++j) q[static_cast<std::size_t>(j)] = static_cast<int16_t>(256 * s.hi[j] + s.lo[j]);
+  }
+};
+
+// Sum of codes times states over one field: count bytes, at most 4096 at a time, since 4096 * 15 * 32512 < 2^31.
+template <int Bits>
+int64_t field_dot(const uint8_t* bytes, int64_t count, int shift, const int16_t* q) {
+  int64_t total = 0;
+  for (int64_t first = 0; first < count; first += 4096) {
+    int64_t last = count < first + 4096 ? count : first + 4096;
+    int32_t sum = 0;
+    for (int64_t i = first; i < last; ++i)
+      sum += static_cast<int16_t>((bytes[i] >> shift) & ((1 << Bits) - 1)) * static_cast<int32_t>(q[i]);
+    total += sum;
+  }
+  return total;
+}
+
+template <int Bits>
+int64_t segment_dot(const uint8_t* bytes, int64_t count, const int16_t* q) {
+  int64_t total = 0;
+  for (int f = 0; f < 8 / Bits; ++f) total += field_dot<Bits>(bytes, count, f * Bits, q + f * count);
+  return total;
+}
+
+// Integer dot of one row with contiguous code words.
+double row_dot(const Plane& p, const Whole& state, const uint32_t* words) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(words);
+  const int16_t* q = state.q.data();
+  int64_t total = 0;
+  for (int i = 0; i < p.n_segments; ++i) {
+    int64_t count = static_cast<int64_t>(p.segments[i].words) * 4;
+    int bits = p.segments[i].bits;
+    if (bits == 4)
+      total += segment_dot<4>(bytes, count, q);
+    else if (bits == 2)
+      total += segment_dot<2>(bytes, count, q);
+    else
+      total += segment_dot<1>(bytes, count, q);
+    bytes += count;
+    q += count * (8 / bits);
+  }
+  return static_cast<double>(total);
+}
+
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
             float* centre, float* upper, int64_t stride) {
+  std::vector<Whole> whole;
+  for (int b = 0; b < n_states; ++b) whole.emplace_back(p, states[b]);
+  const int count = p.words_per_row - 1;
+  std::vector<uint32_t> rows(static_cast<std::size_t>(count) * kInterleave);  // a block, row by row
   for (int64_t block = first; block < last; ++block) {
     if (closed_block(p, open, block, n_states, centre, upper, stride)) continue;
     const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
+    for (int t = 0; t < count; ++t)
+      for (int r = 0; r < kInterleave; ++r) rows[static_cast<std::size_t>(r * count + t)] = words[t * kInterleave + r];
     for (int b = 0; b < n_states; ++b) {
-      int32_t hi[kInterleave], lo[kInterleave];
-      for (int r = 0; r < kInterleave; ++r) scalar_dot(p, states[b], words + r, kInterleave, hi + r, lo + r);
-      bound_block(p, states[b], block, hi, lo, centre + b * stride, upper + b * stride);
+      double dot[kInterleave];
+      for (int r = 0; r < kInterleave; ++r) dot[r] = row_dot(p, whole[static_cast<std::size_t>(b)], rows.data() + r * count);
+      bound_block(p, states[b], block, dot, centre + b * stride, upper + b * stride);
     }
   }
 }
 
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
+  Whole whole(p, s);
   for (int64_t i = first; i < last; ++i) {
     const uint32_t* words = p.words + rows[i] * p.words_per_row;
-    int32_t hi, lo;
-    scalar_dot(p, s, words + 1, 1, &hi, &lo);
-    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), words[0], hi, lo, centre + i, upper + i);
+    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), words[0], row_dot(p, whole, words + 1), centre + i, upper + i);
   }
 }
 

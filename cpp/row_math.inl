@@ -47,9 +47,8 @@ inline float round_up(double x) {
 inline double absolute(double x) { return __builtin_fabs(x); }
 
 // The float part of a bound; see PlaneState. The order of operations is part of the contract between kernels.
-inline void bound(const PlaneState& s, double start, double rho, uint32_t radii, int32_t hi, int32_t lo, float* centre,
+inline void bound(const PlaneState& s, double start, double rho, uint32_t radii, double dot, float* centre,
                   float* upper) {
-  double dot = 256.0 * static_cast<double>(hi) + static_cast<double>(lo);
   double along = rho * (s.half_scale * ((dot + dot) - s.offset));
   double r0 = static_cast<double>(radii & 255u) * s.norm[0];
   double r1 = static_cast<double>((radii >> 8) & 255u) * s.norm[1];
@@ -69,57 +68,18 @@ inline double fold16(const double* lane) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-template <int Bits>
-inline void scalar_segment(const uint32_t* words, int64_t step, int count, const int8_t* hi, const int8_t* lo,
-                           int32_t* sum_hi, int32_t* sum_lo) {
-  constexpr int kFields = 8 / Bits;
-  constexpr uint32_t kMask = (1u << Bits) - 1;
-  int32_t a = 0, b = 0;
-  for (int f = 0; f < kFields; ++f)
-    for (int t = 0; t < count; ++t) {
-      uint32_t w = words[t * step] >> (f * Bits);
-      const int8_t* h = hi + (f * count + t) * 4;
-      const int8_t* l = lo + (f * count + t) * 4;
-      for (int k = 0; k < 4; ++k) {
-        int32_t c = static_cast<int32_t>((w >> (8 * k)) & kMask);
-        a += c * h[k];
-        b += c * l[k];
-      }
-    }
-  *sum_hi += a;
-  *sum_lo += b;
-}
-
-// Integer dot of one row whose code words are `step` words apart.
-inline void scalar_dot(const Plane& p, const PlaneState& s, const uint32_t* words, int64_t step, int32_t* sum_hi,
-                       int32_t* sum_lo) {
-  const int8_t* hi = s.hi;
-  const int8_t* lo = s.lo;
-  *sum_hi = *sum_lo = 0;
-  for (int i = 0; i < p.n_segments; ++i) {
-    int count = p.segments[i].words, bits = p.segments[i].bits;
-    if (bits == 4)
-      scalar_segment<4>(words, step, count, hi, lo, sum_hi, sum_lo);
-    else if (bits == 2)
-      scalar_segment<2>(words, step, count, hi, lo, sum_hi, sum_lo);
-    else
-      scalar_segment<1>(words, step, count, hi, lo, sum_hi, sum_lo);
-    words += count * step;
-    int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
-    hi += slots;
-    lo += slots;
-  }
-}
+// The integer dot of a row from its two halves.
+inline double join(int32_t hi, int32_t lo) { return 256.0 * static_cast<double>(hi) + static_cast<double>(lo); }
 
 // The float part of a block of plane 0: 16 rows, fewer at the end of the index.
-inline void bound_block(const Plane& p, const PlaneState& s, int64_t block, const int32_t* hi, const int32_t* lo,
-                        float* centre, float* upper) {
+inline void bound_block(const Plane& p, const PlaneState& s, int64_t block, const double* dot, float* centre,
+                        float* upper) {
   int64_t row0 = block * kInterleave;
   int64_t n = p.rows - row0 < kInterleave ? p.rows - row0 : kInterleave;
   const uint32_t* radii = p.words + row0 * p.words_per_row;
   for (int64_t r = 0; r < n; ++r) {
     double start = p.bias ? s.base + static_cast<double>(p.bias[row0 + r]) : s.base;
-    bound(s, start, bf16_to_float(p.rho[row0 + r]), radii[r], hi[r], lo[r], centre + row0 + r, upper + row0 + r);
+    bound(s, start, bf16_to_float(p.rho[row0 + r]), radii[r], dot[r], centre + row0 + r, upper + row0 + r);
   }
 }
 

@@ -43,8 +43,8 @@ class Certificates:
     certified (B,) bool. threshold, max_unopened, margin (B,) float64. rows_scored (B,): rows scored exactly.
     survivors (B, stages): rows that reached each stage after the first. bytes_read (B,): what the step asked memory
     for (codes, radii, transform, exact rows in their stored type; what a batch reads once is shared out evenly).
-    bytes_dense: the head in bfloat16. fallback: reason for the dense product, or None. energy (B,): ||M h||^2 relative to
-    calibration, NaN where no shadow bound ran.
+    bytes_dense: the head in bfloat16. fallback: reason for the dense product, or None. energy (B,): ||M h||^2 over its
+    mean in calibration, NaN where no shadow bound ran.
     """
 
     kind: str

@@ -29,7 +29,7 @@ def build_index(
     bounds: str | Sequence[str] = "shadow",
     seed: int | None = None,
     *,
-    bits: tuple[float, ...] = (2.2, 2.0),
+    bits: tuple[float, ...] = (2.5, 2.0),
     ridge: float = 0.03,
     clusters: int | None = None,
     iterations: int = 8,
