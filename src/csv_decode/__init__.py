@@ -6,6 +6,8 @@
 >>> head.top_k(hidden, k=1).ids
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .certificate import Certificate, Certificates, Statistics, TopK
 from .head import CertifiedHead
 from .index import Index, StaleIndexError
@@ -15,6 +17,9 @@ from .index.verify import verify_index
 from .kernels import simd_info
 from .spec import HeadSpec
 from .verify import VerificationError, VerificationReport, verify
+
+if TYPE_CHECKING:
+    from .integrations.transformers import accelerate, restore
 
 __version__ = "0.1.0"
 
@@ -30,9 +35,20 @@ __all__ = [
     "TopK",
     "VerificationError",
     "VerificationReport",
+    "accelerate",
     "build_index",
     "load_index",
+    "restore",
     "simd_info",
     "verify",
     "verify_index",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`accelerate` and `restore` bring torch and transformers, so they wait until they are asked for."""
+    if name in ("accelerate", "restore"):
+        from .integrations import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,509 @@
+"""Certified decoding inside Hugging Face transformers: `accelerate(model)`, then `model.generate` as before.
+
+How it works. `generate` builds the final list of logits processors and hands it to a decoding loop. If that loop is
+`_sample` (greedy or sampling) and the list provably looks at nothing but the top k of a row, the output layer answers
+with a row that holds the certified top k and -inf elsewhere; the loop then picks the token it would have picked from
+the whole row. How many are needed is read off the list itself:
+
+    greedy, no processors                       1
+    temperature, then top_k = k, then anything  k, with every id tied with the k-th: what follows `TopKLogitsWarper`
+                                                sees the same row as ever, whatever it does
+    everything else                             all: the stock layer runs, counted under its reason
+
+A call of the model that the loop did not make (``model(ids).logits``, a loss, a user's own loop) is always dense. So is
+every step at which the weights are no longer the ones that were indexed.
+
+What the certificate is about: the real value of ``<w, h> + b`` for the float32 numbers stored. Stock float32 logits are
+rounded, so they can disagree with it where two logits are equal to within that rounding. In float16 and bfloat16 stock
+logits tie often, and which of them wins is an accident of rounding; such models decode densely for now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..certificate import Statistics, TopK
+from ..head import CertifiedHead
+from ..index import Index
+from ..index.build import build_index
+from ..index.storage import load_index
+from ..spec import Array, HeadSpec
+
+try:
+    import torch
+    from torch import nn
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
+except ImportError as error:
+    raise ImportError(f"{error}; Hugging Face models need the extra: pip install 'csv-decode[hf]'") from error
+
+__all__ = ["Accelerated", "accelerate", "accelerated", "head_spec", "restore"]
+
+Model = TypeVar("Model")
+Progress = Callable[[str, int, int], None]
+
+_ATTRIBUTE = "csv_decode"
+# Family of models, the name it has for its factor on the logits, and whether it multiplies or divides by it. The names
+# alone do not tell: MiniCPM3's logits_scaling acts on the hidden state, MPT's logit_scale on nothing.
+_SCALES = (
+    ("cohere", "logit_scale", 1),
+    ("falcon_h1", "lm_head_multiplier", 1),
+    ("granite", "logits_scaling", -1),
+    ("hyperclovax", "logits_scaling", 1),
+)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_LARGEST = float(np.finfo(np.float32).max)
+# A tanh this close to one is saturated: float32 numbers are 2^-24 apart there, and the model's own arithmetic (scale,
+# division, tanh, product, temperature) moves a logit by a few of those, so beyond it logits may fall together.
+_SATURATED = 1 - 2.0**-20
+
+
+def accelerate(
+    model: Model,
+    index: Index | str | Path | None = None,
+    calibration: Array | str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    threads: int | None = None,
+    kernels: str | None = None,
+    budget: float | None = 0.25,
+    progress: Progress | None = None,
+) -> Model:
+    """Makes ``model.generate`` decode through a certified head, in place.
+
+    Args:
+        model: a causal language model of transformers, on the CPU. Accelerating it again replaces the index.
+        index: from `build_index`, or the path of a saved one. None: taken from the cache, built when not there.
+        calibration: what to build the index for: (N, d) hidden states, a text to run the model on, or the Path of such
+            a text. None: text that the model writes itself. It decides how fast, never whether the answer is right.
+        tokenizer: needed for a calibration text; without a text it lets the model start from varied openings.
+        threads, kernels, budget: see `CertifiedHead`.
+        progress: called as progress(stage, done, total) while an index is built.
+
+    Returns the model, with ``model.csv_decode`` (an `Accelerated`) for counts, times and the head.
+    Raises ValueError for a model that cannot be served, StaleIndexError for an index of other weights.
+
+    >>> model = accelerate(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+    >>> ids = model.generate(**tokenizer("The sky is", return_tensors="pt"), do_sample=False)
+    >>> model.csv_decode.certified_steps, model.csv_decode.dense_steps
+    """
+    if index is not None and calibration is not None:
+        raise ValueError("both index and calibration were given; an index is already calibrated, so give one of them")
+    spec = head_spec(model)
+    scale, softcap = _transform(model)
+    raw = spec if (scale, softcap) == (1.0, None) else dataclasses.replace(spec, scale=1.0, softcap=None)
+    if isinstance(index, (str, Path)):
+        index = load_index(index)
+    if spec.rows.kind == "float32":
+        _check_transform(model, spec)
+        if index is None:
+            index = _find_index(model, raw, calibration, tokenizer, threads, progress)
+    else:
+        warnings.warn(
+            f"the output layer is {spec.rows.kind} and only float32 decodes with certificates, so this model keeps its "
+            "dense head; load it with dtype=torch.float32",
+            stacklevel=2,
+        )
+    head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels)
+    restore(model)
+    layer = _output_layer(model)
+    stock: Any = type(model)
+    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap))
+    layer.__class__ = _CertifiedLinear
+    model.__class__ = _certified_class(stock)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undoes `accelerate`; a model that is not accelerated is returned as it is."""
+    state = accelerated(model)
+    if state is not None:
+        if type(state.layer) is _CertifiedLinear:  # a parametrized layer has its own class, and needs it
+            state.layer.__class__ = nn.Linear  # type: ignore[assignment]
+        model.__class__ = state.stock
+        delattr(model, _ATTRIBUTE)
+    return model
+
+
+def accelerated(model: Any) -> Accelerated | None:
+    """What `accelerate` attached to the model, or None."""
+    state = vars(model).get(_ATTRIBUTE)
+    return state if isinstance(state, Accelerated) else None
+
+
+def head_spec(model: Any) -> HeadSpec:
+    """The output layer of a causal language model: weight and bias (the model's memory), scale and soft cap.
+
+    Raises ValueError when there is none, or when it is not a plain `torch.nn.Linear` on the CPU.
+    """
+    layer = _output_layer(model)
+    scale, softcap = _transform(model)
+    return HeadSpec(layer.weight, layer.bias, scale=scale, softcap=softcap)
+
+
+class Accelerated:
+    """The certified head of a model and what it did; `accelerate` puts it at ``model.csv_decode``.
+
+    head: the `CertifiedHead`. Its spec has neither scale nor cap, which the model applies itself, after the head.
+    layer, stock: the model's output layer, and the class that the model had.
+    certified_steps: forward passes of `generate` that the head answered, one a step whatever the batch.
+    dense_steps: forward passes of `generate` that the stock layer answered, by reason.
+    seconds_certified, seconds_dense: time spent in the two, checks included.
+    last: the latest `TopK`, with its certificates.
+    """
+
+    def __init__(
+        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None
+    ) -> None:
+        self.head = head
+        self.layer = layer
+        self.stock = stock
+        self.certified_steps = 0
+        self.dense_steps: dict[str, int] = {}
+        self.seconds_certified = 0.0
+        self.seconds_dense = 0.0
+        self.last: TopK | None = None
+        self._transform = scale, softcap
+        self._parameters = layer.weight, layer.bias
+        self._identity = [_identity(p) for p in self._parameters]
+        self._contents = _contents(*self._parameters)
+        self._warned = False
+        self._lock = threading.Lock()  # two threads may generate at once, and totals are read-modify-write
+
+    @property
+    def statistics(self) -> Statistics:
+        """Running totals of the head: states, rows scored, bytes read, fallbacks inside the head."""
+        return self.head.statistics
+
+    def __repr__(self) -> str:
+        return f"Accelerated(certified_steps={self.certified_steps}, dense_steps={self.dense_steps})"
+
+    # What must hold before a step may be answered sparsely. Each check returns the reason why it may not, or None.
+
+    def _begin(self, model: Any, processors: Any, config: Any) -> _Run:
+        """The contract of one `_sample` call."""
+        needed = self._needed(model, processors, config)
+        if isinstance(needed, str):
+            return _Run(self, model, reason=needed)
+        started = time.perf_counter()
+        reason = self._moved(model) or self._rewritten()
+        self._count(None, time.perf_counter() - started, steps=0)
+        return _Run(self, model, k=needed, reason=reason)
+
+    def _needed(self, model: Any, processors: Any, config: Any) -> int | str:
+        """How many of the largest logits the loop can look at: k, 0 for plain greedy, or why that is not known.
+
+        A positive temperature keeps the order of logits; a top-k filter with -inf then leaves the same row whether the
+        others were finite or -inf, so the rest of the list does not matter.
+        """
+        if self.head.spec.rows.kind != "float32":
+            return f"{self.head.spec.rows.kind} output layer"
+        if _transform(model) != self._transform:
+            return "scale or soft cap changed"
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            return "scores or logits returned"
+        for processor in processors:
+            if type(processor) is TopKLogitsWarper and processor.filter_value == -float("inf"):
+                return min(int(processor.top_k), self.head.spec.n_rows)
+            if type(processor) is not TemperatureLogitsWarper or not processor.temperature > 0:
+                return type(processor).__name__
+        return "sampling without top_k" if config.do_sample else 0
+
+    def _moved(self, model: Any) -> str | None:
+        """Is this still the layer that was indexed? Microseconds, at each step. (In-place writes raise _version.)"""
+        parameters = self.layer._parameters
+        reason = None
+        if model.get_output_embeddings() is not self.layer:
+            reason = "output layer replaced"
+        elif parameters.get("weight") is not self._parameters[0] or parameters.get("bias") is not self._parameters[1]:
+            reason = "weights replaced"
+        elif [_identity(p) for p in self._parameters] != self._identity:
+            reason = "weights changed"
+        return self._warn(reason)
+
+    def _rewritten(self) -> str | None:
+        """Are the numbers the same? torch does not count writes through ``weight.data`` or numpy (merging an adapter is
+        one), so this reads them all: once a `generate`, for about half the price of a dense step."""
+        return self._warn(None if _contents(*self._parameters) == self._contents else "weights changed")
+
+    def _warn(self, reason: str | None) -> str | None:
+        if reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{reason} since accelerate(model), so decoding goes on with the dense head; "
+                "call accelerate(model) again to index the weights as they are now",
+                stacklevel=2,
+            )
+        return reason
+
+    def _obstacle(self, model: Any, hidden: torch.Tensor) -> str | None:
+        reason = self._moved(model)
+        if reason:
+            return reason
+        if self.layer._forward_hooks or model._forward_hooks or nn.modules.module._global_forward_hooks:
+            return "forward hook"  # it would see the sparse row, or change it
+        if hidden.dim() != 3 or hidden.shape[1] != 1:
+            return "several positions"
+        if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return "autocast"
+        if torch.is_grad_enabled() and (hidden.requires_grad or self.layer.weight.requires_grad):
+            return "gradients"
+        if not torch.isfinite(hidden).all():
+            return "state not finite"
+        return None
+
+    # The two ways to answer.
+
+    def _logits(self, run: _Run, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output layer returns for `hidden` (B, n, d): (B, n, V)."""
+        started = time.perf_counter()
+        reason = run.reason or self._obstacle(run.model, hidden)
+        answer = reason or self._sparse_row(run, hidden)
+        if isinstance(answer, str):
+            logits = nn.functional.linear(hidden, self.layer.weight, self.layer.bias)
+            self._count(answer, time.perf_counter() - started)
+            return logits
+        self._count(None, time.perf_counter() - started)
+        return answer
+
+    def _sparse_row(self, run: _Run, hidden: torch.Tensor) -> torch.Tensor | str:
+        """(B, 1, V): the certified logits, -inf elsewhere. Or the reason why that would not do."""
+        with self._lock:
+            top = self.last = self.head.top_k(hidden[:, 0], max(run.k, 1), ties=run.k > 0)
+        values = np.concatenate(list(top.logits))
+        scale, softcap = self._transform
+        if softcap is not None:
+            # the cap turns -inf into -cap, which has to stay below all certified logits
+            if not np.abs(np.tanh(values * (scale / softcap))).max() < _SATURATED:
+                return "soft cap saturated"
+        elif not np.abs(values).max() * max(scale, 1.0) < _LARGEST:
+            return "logits overflow"
+        row = hidden.new_full((len(top.ids), 1, self.layer.weight.shape[0]), -float("inf"))
+        states = np.repeat(np.arange(len(top.ids)), [len(ids) for ids in top.ids])
+        row.numpy()[states, 0, np.concatenate(list(top.ids))] = values
+        return row
+
+    def _count(self, reason: str | None, seconds: float, steps: int = 1) -> None:
+        with self._lock:
+            if reason is None:
+                self.certified_steps += steps
+                self.seconds_certified += seconds
+            else:
+                self.dense_steps[reason] = self.dense_steps.get(reason, 0) + steps
+                self.seconds_dense += seconds
+
+
+@dataclasses.dataclass
+class _Run:
+    """One decoding loop of one model in one thread.
+
+    k: logits needed, 0 for plain greedy. reason: why every step is dense, or None. armed: the loop has prepared a
+    forward pass that has not reached the head yet. Only such a pass may be answered sparsely, so a model that is called
+    from a stopping criterion or a streamer meets its stock layer.
+    """
+
+    state: Accelerated
+    model: Any
+    k: int = 0
+    reason: str | None = None
+    armed: bool = False
+
+    def arm(self) -> None:
+        self.close()
+        self.armed = True
+
+    def close(self) -> None:
+        """Counts a pass that did not come to our layer: it was replaced, or the model is compiled."""
+        if self.armed:
+            self.armed = False
+            self.state._count(self.reason or self.state._moved(self.model) or "output layer not reached", 0.0)
+
+
+class _Thread(threading.local):
+    run: _Run | None = None
+
+
+_thread = _Thread()
+
+
+def _within(run: _Run, call: Callable[[], Any]) -> Any:
+    outer, _thread.run = _thread.run, run
+    try:
+        result = call()
+        run.close()
+        return result
+    finally:
+        _thread.run = outer
+
+
+class _CertifiedLinear(nn.Linear):
+    """The model's own output layer, the same object with the same parameters, while the model is accelerated."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            run = _thread.run
+            if run is not None and run.armed and run.state.layer is self:
+                run.armed = False
+                return run.state._logits(run, input)
+        return super().forward(input)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the stock layer."""
+        return object.__new__, (nn.Linear,), self.__dict__
+
+
+@functools.cache
+def _certified_class(base: type[Any]) -> type[Any]:
+    """A subclass of a model class, under the same name, whose decoding loops say what they need from the head.
+
+    (`generate` looks the loop up on the class, so an attribute of the instance would not be found. Wrapped signatures
+    stay, because `generate` inspects them.)
+    """
+
+    def dense(name: str, reason: str) -> Callable[..., Any]:
+        method = getattr(base, name)
+
+        @functools.wraps(method)
+        def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = _Run(vars(self)[_ATTRIBUTE], self, reason=reason)
+            return _within(run, lambda: method(self, *args, **kwargs))
+
+        return loop
+
+    @functools.wraps(base._sample)
+    def sample(
+        self: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+    ) -> Any:
+        run = vars(self)[_ATTRIBUTE]._begin(self, logits_processor, generation_config)
+        return _within(
+            run, lambda: base._sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
+        )
+
+    @functools.wraps(base.prepare_inputs_for_generation)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _thread.run
+        if run is not None and run.model is self:
+            run.arm()
+        return base.prepare_inputs_for_generation(self, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copies and pickles are of the stock model."""
+        return object.__new__, (base,), {key: value for key, value in vars(self).items() if key != _ATTRIBUTE}
+
+    own_loop = base._sample is not GenerationMixin._sample
+    members = {
+        "_sample": dense("_sample", "own decoding loop") if own_loop else sample,
+        "_beam_search": dense("_beam_search", "beam search"),
+        "_assisted_decoding": dense("_assisted_decoding", "assisted decoding"),
+        "generate": dense("generate", "custom decoding loop"),  # for whatever runs outside the loops above
+        "prepare_inputs_for_generation": prepare,
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (base,), members)
+
+
+def _output_layer(model: Any) -> nn.Linear:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is not a causal language model of transformers (a PreTrainedModel with generate)")
+    layer = model.get_output_embeddings()
+    if type(layer) not in (nn.Linear, _CertifiedLinear) or "forward" in vars(layer):
+        raise ValueError(
+            f"the output layer of {name} is {type(layer).__name__}, expected a plain torch.nn.Linear "
+            "(not quantized, parametrized or wrapped)"
+        )
+    weight = layer.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+        raise ValueError(f"the output layer of {name} holds {type(weight.data).__name__}, expected plain numbers")
+    if weight.device.type != "cpu":
+        raise ValueError(f"the output layer of {name} is on {weight.device}, expected cpu: load the model there first")
+    if weight.is_inference():
+        raise ValueError(
+            f"the weights of {name} were made under torch.inference_mode, where changes cannot be noticed; "
+            "load the model outside of it"
+        )
+    return layer
+
+
+def _transform(model: Any) -> tuple[float, float | None]:
+    """Scale and soft cap that the model applies after its output layer, as its configuration says."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for family, name, power in _SCALES:
+        if config.model_type.startswith(family):
+            scale = float(getattr(config, name, None) or 1.0) ** power
+    caps = [getattr(config, name, None) for name in _CAPS]
+    return scale, next((float(cap) for cap in caps if cap is not None), None)
+
+
+def _check_transform(model: Any, spec: HeadSpec) -> None:
+    """Runs one token through the model with known logits in place of the head's, and looks at what becomes of them: a
+    family that does something else to its logits is refused, not guessed at."""
+    layer = model.get_output_embeddings()
+    n_rows = spec.rows.shape[0]
+    given = torch.from_numpy(np.random.default_rng(0).permutation(np.linspace(-64, 64, n_rows, dtype=np.float32)))
+    handle = layer.register_forward_hook(lambda *_: given[None, None].clone())
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout must not use up the caller's random numbers
+            got = model(input_ids=torch.zeros((1, 1), dtype=torch.long)).logits[0, -1].double().numpy()
+    finally:
+        handle.remove()
+    expected = spec.finish(given.double().numpy())
+    # a handful of float32 roundings (2^-24 each) stay far below 1e-5; anything else is another formula
+    if got.shape != expected.shape or not np.allclose(got, expected, rtol=1e-5, atol=0):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output layer in a way this library does not know "
+            f"(scale {spec.scale} and soft cap {spec.softcap} do not explain it)"
+        )
+
+
+def _find_index(
+    model: Any, spec: HeadSpec, calibration: Any, tokenizer: Any, threads: int | None, progress: Progress | None
+) -> Index:
+    if calibration is not None and not isinstance(calibration, (str, Path)):
+        return build_index(spec, calibration, threads=threads, progress=progress)
+    from ..cache import get_index
+    from ..calibration import calibration_key, collect_states
+
+    text = calibration.read_text(encoding="utf-8") if isinstance(calibration, Path) else calibration
+
+    def collect() -> NDArray[np.float32]:
+        told = None if progress is None else functools.partial(progress, "states")
+        return collect_states(model, tokenizer, text=text, progress=told)
+
+    return get_index(spec, collect, key=calibration_key(text), progress=progress)
+
+
+def _identity(parameter: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if parameter is None:
+        return None
+    return (
+        parameter.data_ptr(),
+        parameter._version,
+        parameter.shape,
+        parameter.stride(),
+        parameter.dtype,
+        parameter.device,
+    )
+
+
+def _contents(weight: torch.Tensor, bias: torch.Tensor | None) -> bytes:
+    """A sum over the bits of each row, and the bias: enough to notice any write that is not made to deceive."""
+    if weight.dtype != torch.float32:
+        return b""
+    rows = weight.detach().numpy()
+    bits = np.ascontiguousarray(rows).view(np.int64 if rows.shape[1] % 2 == 0 else np.int32)
+    return bits.sum(axis=1, dtype=bits.dtype).tobytes() + (b"" if bias is None else bias.detach().numpy().tobytes())
