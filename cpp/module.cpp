@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cascade.hpp"
 #include "plane.hpp"
 #include "pool.hpp"
 
@@ -197,32 +198,12 @@ Ids leaders(const std::string& isa, int threads, In<float, 1> values, int64_t m)
   std::mutex mutex;
   {
     nb::gil_scoped_release release;
-    if (m > 0)
-      parallel_ranges(threads, n, 16384, [&](int64_t first, int64_t last) {
-        std::vector<int64_t> heap;  // the worst of the best m on top
-        heap.reserve(static_cast<size_t>(std::min(m, last - first)));
-        int64_t i = first;
-        while (i < last) {
-          if (static_cast<int64_t>(heap.size()) < m) {
-            if (v[i] == v[i]) {
-              heap.push_back(i);
-              std::push_heap(heap.begin(), heap.end(), before);
-            }
-            ++i;
-            continue;
-          }
-          i = kernels->next_above(v, i, last, v[heap.front()]);
-          if (i == last) break;
-          if (v[i] == v[i]) {
-            std::pop_heap(heap.begin(), heap.end(), before);
-            heap.back() = i;
-            std::push_heap(heap.begin(), heap.end(), before);
-          }
-          ++i;
-        }
-        std::lock_guard<std::mutex> lock(mutex);
-        all.insert(all.end(), heap.begin(), heap.end());
-      });
+    parallel_ranges(threads, n, 16384, [&](int64_t first, int64_t last) {
+      std::vector<int64_t> found;
+      top_values(*kernels, v, first, last, m, &found);
+      std::lock_guard<std::mutex> lock(mutex);
+      all.insert(all.end(), found.begin(), found.end());
+    });
     std::sort(all.begin(), all.end(), before);
     if (static_cast<int64_t>(all.size()) > m) all.resize(static_cast<size_t>(m));
   }
@@ -247,6 +228,97 @@ std::tuple<Ids, float> select_above(const std::string& isa, In<float, 1> values,
   return {to_numpy(std::move(ids)), dropped};
 }
 
+using Values = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
+
+Values to_numpy(std::vector<double> values) {
+  auto* held = new std::vector<double>(std::move(values));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<double>*>(p); });
+  return Values(held->data(), {held->size()}, owner);
+}
+
+// A plane with its slots: dimension, step and cmax of each, and the units of the radii.
+using PlaneParts = std::tuple<BoundPlane*, In<int32_t, 1>, In<double, 1>, In<double, 1>, In<double, 1>>;
+using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+class BoundCascade {
+ public:
+  BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
+               std::optional<In<int64_t, 1>> row_ids, double bias_max, In<uint16_t, 2> transform, In<float, 2> mean,
+               In<int64_t, 1> edges, double delta, double energy)
+      : rows_(rows), bias_(bias), row_ids_(row_ids), transform_(transform), mean_(mean) {
+    expect(type >= 0 && type <= 2 && rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
+    CascadeSpec s{};
+    s.rows = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
+    s.bias = bias ? bias->data() : nullptr;
+    s.row_ids = row_ids ? row_ids->data() : nullptr;
+    s.bias_max = bias_max;
+    s.transform = {transform.data(), RowType::float16, s.rows.width};
+    s.mean = {mean.data(), RowType::float32, s.rows.width};
+    s.dims = static_cast<int64_t>(transform.shape(0));
+    s.delta = delta;
+    s.energy = energy;
+    expect(transform.shape(1) == rows.shape(1) && mean.shape(1) == rows.shape(1) && mean.shape(0) == 1,
+           "transform, mean and rows differ in width");
+    expect(!bias || bias->shape(0) >= rows.shape(0), "fewer biases than rows");
+    expect(edges.shape(0) == kGroups + 1, "one edge more than groups");
+    for (int g = 0; g <= kGroups; ++g) s.edges[g] = edges(g);
+    for (int g = 0; g < kGroups; ++g) expect(s.edges[g] <= s.edges[g + 1], "group edges fall");
+    expect(s.edges[0] == 0 && s.edges[kGroups] == s.dims, "groups do not cover the dimensions");
+    expect(!planes.empty(), "a cascade has at least one plane");
+    for (auto& [bound, dim, step, cmax, radius_step] : planes) {
+      CascadePlane plane{};
+      plane.plane = bound->plane();
+      size_t slots = static_cast<size_t>(bound->slots());
+      expect(dim.shape(0) == slots && step.shape(0) == slots && cmax.shape(0) == slots, "one entry a slot");
+      expect(radius_step.shape(0) == kGroups, "one radius step a group");
+      for (size_t j = 0; j < slots; ++j) expect(dim(j) >= 0 && dim(j) < s.dims, "slot outside the transform");
+      plane.dim.assign(dim.data(), dim.data() + slots);
+      plane.step.assign(step.data(), step.data() + slots);
+      plane.cmax.assign(cmax.data(), cmax.data() + slots);
+      for (int g = 0; g < kGroups; ++g) plane.radius_step[g] = radius_step(g);
+      expect(plane.plane.rows == (s.planes.empty() ? plane.plane.rows : s.planes[0].plane.rows),
+             "planes differ in rows");
+      held_.push_back(nb::find(bound));
+      s.planes.push_back(std::move(plane));
+    }
+    int64_t n = s.planes[0].plane.rows;
+    expect(row_ids ? static_cast<int64_t>(row_ids->shape(0)) == n : n <= static_cast<int64_t>(rows.shape(0)),
+           "index rows and weights differ in number");
+    if (row_ids)
+      for (int64_t i = 0; i < n; ++i)
+        expect((*row_ids)(i) >= 0 && (*row_ids)(i) < static_cast<int64_t>(rows.shape(0)), "row id outside the weights");
+    cascade_ = std::make_unique<Cascade>(std::move(s));
+  }
+
+  // For each state: ids, value, error, clear, rows scored, threshold, max_unopened, energy, survivors, finite, within.
+  nb::list scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget) {
+    const Kernels* kernels = find(isa);
+    expect(h.shape(1) == rows_.shape(1), "rows and states differ in width");
+    expect(k >= 1, "k is at least 1");
+    std::vector<StepResult> steps;
+    {
+      nb::gil_scoped_release release;
+      steps = cascade_->scan(*kernels, threads, h.data(), static_cast<int>(h.shape(0)), k, spare, budget);
+      for (StepResult& step : steps) sort_if_clear(&step, k);
+    }
+    nb::list out;
+    for (StepResult& step : steps)
+      out.append(nb::make_tuple(to_numpy(std::move(step.scored.ids)), to_numpy(std::move(step.scored.value)),
+                                to_numpy(std::move(step.scored.error)), step.clear, step.rows_scored, step.threshold,
+                                step.max_unopened, step.energy, step.survivors, step.finite, step.within_budget));
+    return out;
+  }
+
+ private:
+  AnyRows rows_;
+  std::optional<In<float, 1>> bias_;
+  std::optional<In<int64_t, 1>> row_ids_;
+  In<uint16_t, 2> transform_;
+  In<float, 2> mean_;
+  std::vector<nb::object> held_;
+  std::unique_ptr<Cascade> cascade_;
+};
+
 }  // namespace
 }  // namespace csv_decode
 
@@ -256,6 +328,13 @@ NB_MODULE(_native, m) {
   nb::class_<BoundPlane>(m, "Plane")
       .def(nb::init<In<uint32_t, 2>, In<uint16_t, 1>, std::optional<In<float, 1>>, In<int32_t, 2>>(), "words"_a,
            "rho"_a, "bias"_a.none(), "segments"_a);
+  nb::class_<BoundCascade>(m, "Cascade")
+      .def(nb::init<std::vector<PlaneParts>, AnyRows, int, std::optional<In<float, 1>>,
+                    std::optional<In<int64_t, 1>>, double, In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
+                    double>(),
+           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "row_ids"_a.none(), "bias_max"_a, "transform"_a, "mean"_a,
+           "edges"_a, "delta"_a, "energy"_a)
+      .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);
   m.def("refine", &refine, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,

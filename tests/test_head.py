@@ -105,7 +105,7 @@ def test_no_row_left_out_is_above_max_unopened() -> None:
     for kind in KINDS:
         weight, states = make_head(300, 40, seed=1, kind=kind)
         for bounds in BOUNDS:
-            head = cd.CertifiedHead(build(weight, states[:32], bounds), weight, budget=None)
+            head = cd.CertifiedHead(build(weight, states[:32], bounds), weight, budget=None, kernels="reference")
             for h in states[32:36]:
                 (step,) = head._scan(h[None].astype(np.float64), 3)
                 logits = np.array([float(x) for x in exact_logits(weight, h)])
@@ -114,6 +114,27 @@ def test_no_row_left_out_is_above_max_unopened() -> None:
                 assert np.max(logits[out], initial=-np.inf) <= step.max_unopened
                 inside = np.abs(logits[step.ids] - step.value)
                 assert (inside <= step.error * 1.01 + 1e-300).all()
+
+
+@pytest.mark.parametrize("planes", [(2.0,), (2.0, 2.0), (1.0, 1.0, 2.0, 2.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cascade_in_one_native_call_does_what_the_one_in_python_does(kind: str, planes: tuple) -> None:
+    weight, states = make_head(700, 45, kind=kind)
+    spec = cd.HeadSpec(weight, np.random.default_rng(1).standard_normal(700).astype(np.float32), valid_rows=690)
+    index = build(spec, states[:32], bits=planes)
+    plain = cd.CertifiedHead(index, spec, kernels="reference")
+    for kernels in supported():
+        head = cd.CertifiedHead(index, spec, kernels=kernels, threads=2)
+        for k in (1, 7):
+            a, b = head.top_k(states[32:48], k), plain.top_k(states[32:48], k)
+            np.testing.assert_array_equal(a.ids, b.ids)
+            np.testing.assert_array_equal(a.logits, b.logits)
+            assert a.certificates.fallback == b.certificates.fallback
+            np.testing.assert_array_equal(a.certificates.threshold, b.certificates.threshold)
+            np.testing.assert_array_equal(a.certificates.rows_scored, b.certificates.rows_scored)
+            np.testing.assert_array_equal(a.certificates.survivors, b.certificates.survivors)
+            np.testing.assert_array_equal(a.certificates.bytes_read, b.certificates.bytes_read)
+            np.testing.assert_allclose(a.certificates.max_unopened, b.certificates.max_unopened, rtol=1e-6)
 
 
 def test_a_tie_at_rank_k_returns_the_smaller_id() -> None:

@@ -14,3 +14,20 @@ def refine(
 def score(isa: str, threads: int, rows: Any, type: int, ids: Any, h: Any, value: Any, magnitude: Any) -> None: ...
 def leaders(isa: str, threads: int, values: Any, m: int) -> Any: ...
 def select(isa: str, values: Any, bar: float) -> tuple[Any, float]: ...
+
+class Cascade:
+    def __init__(
+        self,
+        planes: Any,
+        rows: Any,
+        type: int,
+        bias: Any,
+        row_ids: Any,
+        bias_max: float,
+        transform: Any,
+        mean: Any,
+        edges: Any,
+        delta: float,
+        energy: float,
+    ) -> None: ...
+    def scan(self, isa: str, threads: int, h: Any, k: int, spare: int, budget: int) -> list[Any]: ...

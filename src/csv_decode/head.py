@@ -45,6 +45,8 @@ class _Step:
     bytes_read: float = 0.0
     energy: float = np.nan
     fallback: str | None = None
+    ranked: bool = False  # ids are the k best, in order
+    rows_scored: int = 0
 
     def drop(self, upper: float) -> None:
         self.max_unopened = max(self.max_unopened, upper)
@@ -93,11 +95,17 @@ class CertifiedHead:
         self._lock = threading.Lock()
         self._bias_max = 0.0 if self.spec.bias32 is None else float(np.abs(self.spec.bias32).max())
         self._planes: list[Any] = []
+        self._cascade = None
         if index is not None and index.shadow is not None:
-            bias = self.spec.bias32
+            rows, bias = self.spec.valid_rows_only(), self.spec.bias32
             if bias is not None:
-                bias = np.ascontiguousarray(bias[: self.spec.n_rows] if index.row_ids is None else bias[index.row_ids])
-            self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
+                bias = bias[: self.spec.n_rows]
+            if index.centroid is None:
+                self._cascade = self.kernels.cascade(index.shadow, rows, bias, index.row_ids, self._bias_max)
+            if self._cascade is None:
+                if bias is not None and index.row_ids is not None:
+                    bias = np.ascontiguousarray(bias[index.row_ids])
+                self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
 
     def top_k(self, hidden: Array, k: int = 1, ties: bool = False) -> TopK:
         """The k largest logits of each state, exactly: larger logit first, then the smaller token id.
@@ -119,7 +127,11 @@ class CertifiedHead:
         steps = self._scan(h, int(k))
         ids, logits, errors = [], [], np.zeros(len(h))
         for b, step in enumerate(steps):
-            order = rank(step.ids, step.value, step.error, step.k, step.h, self.spec.rows.float32, self.spec.bias32)
+            if step.ranked:
+                order = np.arange(k)
+            else:
+                rows, bias = self.spec.rows.float32, self.spec.bias32
+                order = rank(step.ids, step.value, step.error, step.k, step.h, rows, bias)
             if not ties:
                 order = order[:k]
             ids.append(step.ids[order])
@@ -149,6 +161,8 @@ class CertifiedHead:
         if live:
             if index.shadow is None:
                 self._centroids(live)
+            elif self._cascade is not None:
+                self._whole_cascade(live)
             else:
                 self._shadow(live)
         self._dense([step for step in steps if step.fallback], None)
@@ -171,6 +185,7 @@ class CertifiedHead:
         step.ids = np.concatenate([step.ids, ids])
         step.value = np.concatenate([step.value, value])
         step.error = np.concatenate([step.error, error])
+        step.rows_scored = len(step.ids)
         if len(step.ids) >= step.k:
             lower = step.value - step.error
             step.threshold = float(np.partition(lower, len(lower) - step.k)[len(lower) - step.k])
@@ -180,11 +195,12 @@ class CertifiedHead:
         if not steps:
             return
         n = self.spec.n_rows
-        rows = type(self.spec.rows)(self.spec.rows.data[:n], self.spec.rows.kind)
+        rows = self.spec.valid_rows_only()
         value, magnitude = self.kernels.score(rows, np.stack([step.h for step in steps]))
         for b, step in enumerate(steps):
             step.ids, step.value, step.error = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
             step.fallback = reason or step.fallback
+            step.ranked = False
             step.max_unopened = -np.inf
             step.bytes_read += n * self.spec.width * rows.itemsize / len(steps)
             self._add(step, np.arange(n), value[b], magnitude[b])
@@ -216,6 +232,38 @@ class CertifiedHead:
                     break
                 self._score(step, self._token_ids(rows))
             step.survivors = [opened]
+
+    def _whole_cascade(self, steps: list[_Step]) -> None:
+        """`_shadow` in one call of the kernels."""
+        assert self.index is not None
+        assert self._cascade is not None
+        shadow = self.index.shadow
+        assert shadow is not None
+        scan = self._cascade(np.stack([step.h for step in steps]), steps[0].k, _SPARE_LEADERS, self.budget)
+        row_bytes = [shadow.row_bytes(i, self.spec.bias32 is not None) for i in range(len(shadow.planes))]
+        score_bytes = self.spec.width * self.spec.rows.itemsize
+        for step, result in zip(steps, scan, strict=True):
+            (
+                step.ids,
+                step.value,
+                step.error,
+                step.ranked,
+                step.rows_scored,
+                step.threshold,
+                step.max_unopened,
+                step.energy,
+                step.survivors,
+                finite,
+                within_budget,
+            ) = result
+            if not finite:
+                step.fallback = "overflow"
+                continue
+            if not within_budget:
+                step.fallback = "budget"
+            once = shadow.state_bytes + row_bytes[0] * len(shadow.rho)
+            later = sum(n * size for n, size in zip(step.survivors, row_bytes[1:], strict=False))
+            step.bytes_read = once / len(steps) + later + step.rows_scored * score_bytes
 
     def _shadow(self, steps: list[_Step]) -> None:
         assert self.index is not None
@@ -297,7 +345,7 @@ class CertifiedHead:
             certified=threshold > max_unopened,
             threshold=threshold,
             max_unopened=max_unopened,
-            rows_scored=np.array([len(step.ids) for step in steps]),
+            rows_scored=np.array([step.rows_scored for step in steps]),
             survivors=survivors,
             bytes_read=np.array([round(step.bytes_read) for step in steps]),
             bytes_dense=self.spec.bytes_dense,

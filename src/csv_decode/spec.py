@@ -127,6 +127,10 @@ class HeadSpec:
         """Valid rows: token ids are below this."""
         return self.rows.shape[0] if self.valid_rows is None else self.valid_rows
 
+    def valid_rows_only(self) -> Rows:
+        """The rows without padding, in the same memory."""
+        return Rows(self.rows.data[: self.n_rows], self.rows.kind)
+
     @property
     def width(self) -> int:
         return self.rows.shape[1]

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from ..bounds.planes import Plane, PlaneStates
 from ..spec import Rows
 from .native import NativeKernels, supported
 from .reference import ReferenceKernels
+
+if TYPE_CHECKING:
+    from ..bounds.shadow import ShadowBound
 
 __all__ = ["Kernels", "default_threads", "get_kernels", "simd_info"]
 
@@ -30,6 +34,18 @@ class Kernels(Protocol):
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> Any:
         """Checks a plane once and returns the handle that `screen` and `refine` take. rho (V,) is bfloat16."""
+
+    def cascade(
+        self,
+        bound: ShadowBound,
+        rows: Rows,
+        bias: F32 | None,
+        row_ids: I64 | None,
+        bias_max: float,
+    ) -> Callable[[F64, int, int, int], list[Any]] | None:
+        """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget) gives for each state ids,
+        values, errors, whether they are the k best in proved order, rows scored, threshold, max_unopened, energy,
+        survivors of each plane, whether all parameters were finite, and whether the survivors kept to the budget."""
 
     def screen(self, plane: Any, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         """Plane 0 for every row: centre and upper, (B, V). Blocks of 16 rows that are not open get -inf."""

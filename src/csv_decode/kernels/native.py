@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
-from ..bounds.planes import INTERLEAVE, Plane, PlaneStates
+from ..bounds.planes import INTERLEAVE, Plane, PlaneStates, group_edges
 from ..spec import Rows
+
+if TYPE_CHECKING:
+    from ..bounds.shadow import ShadowBound
 
 __all__ = ["NativeKernels", "supported"]
 
@@ -33,6 +37,35 @@ class NativeKernels:
         if plane.interleaved and len(words) != -(-len(rho) // INTERLEAVE) * INTERLEAVE:
             raise ValueError(f"plane 0 has codes for {len(words)} rows, expected {len(rho)} rounded up to 16")
         return _native.Plane(words, rho, bias, plane.segments), len(rho)
+
+    def cascade(
+        self,
+        bound: ShadowBound,
+        rows: Rows,
+        bias: NDArray[np.float32] | None,
+        row_ids: NDArray[np.int64] | None,
+        bias_max: float,
+    ) -> Callable[[NDArray[np.float64], int, int, int], list[Any]]:
+        order = bias if bias is None or row_ids is None else np.ascontiguousarray(bias[row_ids])
+        planes = []
+        for plane in bound.planes:
+            dim, step, cmax = plane.slots
+            unit = plane.radius_step.astype(np.float64)
+            planes.append((self.bind(plane, bound.rho, order)[0], dim.astype(np.int32), step, cmax, unit))
+        cascade = _native.Cascade(
+            planes,
+            rows.data,
+            _ROW_TYPES[rows.kind],
+            bias,
+            row_ids,
+            bias_max,
+            bound.transform.view(np.uint16),
+            bound.mean[None],
+            group_edges(len(bound.transform)),
+            bound.delta,
+            bound.energy,
+        )
+        return lambda h, k, spare, budget: cascade.scan(self.name, self.threads, h, k, spare, budget)
 
     def screen(
         self, plane: tuple[Any, int], states: PlaneStates, open_blocks: NDArray[np.uint8] | None

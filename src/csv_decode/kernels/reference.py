@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,9 @@ class ReferenceKernels:
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> _Bound:
         wide = (rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
         return _Bound(plane, wide, None if bias is None else bias.astype(np.float64))
+
+    def cascade(self, *_: Any) -> None:
+        """None: the head walks the planes itself, and is the oracle for cascades that do it in one call."""
 
     def _bounds(
         self, bound: _Bound, words: NDArray[np.uint32], rho: F64, states: PlaneStates, b: int, start: F64

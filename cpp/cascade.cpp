@@ -1,0 +1,377 @@
+#include "cascade.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "pool.hpp"
+
+namespace csv_decode {
+namespace {
+
+// See bounds/rounding.py for what each of these covers.
+constexpr double kU = 0x1p-53;
+constexpr double kRelative = 0x1p-50;
+constexpr double kInflate = 1.0 + 0x1p-36;
+constexpr double kAbsolute = 1e-150;
+constexpr double kPeak = 32512;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double gamma(int64_t n) {
+  double x = static_cast<double>(n) * kU;
+  return x / (1 - x) * (1 + 4 * kU);
+}
+
+// Factor of the magnitude in score_error; the absolute part is width * 2^-1074.
+double score_factor(int64_t width) {
+  double g = gamma((width + 15) / 16 + 5);
+  return g / (1 - g) * (1 + 8 * kU);
+}
+
+double score_floor(int64_t width) { return static_cast<double>(width) * 0x1p-1074; }
+
+double norm(const double* x, int64_t first, int64_t last) {
+  double lane[4] = {};
+  int64_t j = first;
+  for (; j + 4 <= last; j += 4)
+    for (int i = 0; i < 4; ++i) lane[i] += x[j + i] * x[j + i];
+  for (; j < last; ++j) lane[0] += x[j] * x[j];
+  return std::sqrt((lane[0] + lane[1]) + (lane[2] + lane[3]));
+}
+
+struct Best {
+  const float* values;
+  bool operator()(int64_t a, int64_t b) const {
+    return values[a] > values[b] || (values[a] == values[b] && a < b);
+  }
+};
+
+}  // namespace
+
+float below_float32(double x) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  float bar = static_cast<float>(x);
+  return static_cast<double>(bar) >= x ? std::nextafter(bar, kLowest) : bar;
+}
+
+void top_values(const Kernels& kernels, const float* values, int64_t first, int64_t last, int64_t count,
+                std::vector<int64_t>* out) {
+  if (count <= 0) return;
+  Best before{values};
+  std::vector<int64_t> heap;  // the worst of the best on top
+  int64_t i = first;
+  for (; i < last && static_cast<int64_t>(heap.size()) < count; ++i)
+    if (values[i] == values[i]) {
+      heap.push_back(i);
+      std::push_heap(heap.begin(), heap.end(), before);
+    }
+  while (i < last && (i = kernels.next_above(values, i, last, values[heap.front()])) < last) {
+    if (values[i] == values[i]) {
+      std::pop_heap(heap.begin(), heap.end(), before);
+      heap.back() = i;
+      std::push_heap(heap.begin(), heap.end(), before);
+    }
+    ++i;
+  }
+  std::sort(heap.begin(), heap.end(), before);
+  out->insert(out->end(), heap.begin(), heap.end());
+}
+
+void sort_if_clear(StepResult* step, int64_t k) {
+  Scored& s = step->scored;
+  step->rows_scored = static_cast<int64_t>(s.ids.size());
+  step->clear = false;
+  if (step->rows_scored < k) return;
+  std::vector<size_t> at;
+  for (size_t i = 0; i < s.ids.size(); ++i)
+    if (!(s.value[i] + s.error[i] < step->threshold)) at.push_back(i);
+  std::sort(at.begin(), at.end(), [&](size_t a, size_t b) {
+    return s.value[a] > s.value[b] || (s.value[a] == s.value[b] && s.ids[a] < s.ids[b]);
+  });
+  double next = -kInfinity;  // the largest upper end behind
+  for (size_t i = at.size(); i-- > 0;) {
+    double low = s.value[at[i]] - s.error[at[i]];
+    if (static_cast<int64_t>(i) < k && !(low > next)) return;
+    next = std::max(next, s.value[at[i]] + s.error[at[i]]);
+  }
+  Scored best;
+  for (int64_t i = 0; i < k; ++i) {
+    best.ids.push_back(s.ids[at[static_cast<size_t>(i)]]);
+    best.value.push_back(s.value[at[static_cast<size_t>(i)]]);
+    best.error.push_back(s.error[at[static_cast<size_t>(i)]]);
+  }
+  s = std::move(best);
+  step->clear = true;
+}
+
+// What one state becomes: for every plane the quantised state and the parameters of the bound.
+struct Cascade::Prepared {
+  std::vector<std::vector<int8_t>> hi, lo;
+  std::vector<PlaneState> planes;
+  double energy;
+  bool finite;
+};
+
+std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, const double* h, int n_states) const {
+  const CascadeSpec& s = spec_;
+  const int64_t dims = s.dims, width = s.transform.width;
+  const double factor = score_factor(width), floor = score_floor(width);
+  std::vector<double> white(static_cast<size_t>(dims * n_states)), white_error(white.size());
+  std::vector<double> base(static_cast<size_t>(n_states)), base_magnitude(base.size());
+  kernels.score(s.transform, nullptr, 0, dims, h, n_states, white.data(), white_error.data(), dims);
+  kernels.score(s.mean, nullptr, 0, 1, h, n_states, base.data(), base_magnitude.data(), 1);
+  for (double& e : white_error) e = e * factor + floor;
+
+  std::vector<Prepared> out(static_cast<size_t>(n_states));
+  std::vector<double> v, q;
+  for (int b = 0; b < n_states; ++b) {
+    Prepared& state = out[static_cast<size_t>(b)];
+    const double* x = white.data() + b * dims;
+    const double* e = white_error.data() + b * dims;
+    double norms[kGroups];
+    for (int g = 0; g < kGroups; ++g)
+      norms[g] = (norm(x, s.edges[g], s.edges[g + 1]) + norm(e, s.edges[g], s.edges[g + 1])) * kInflate + kAbsolute;
+    double bb = base[static_cast<size_t>(b)];
+    double slack = (base_magnitude[static_cast<size_t>(b)] * factor + floor +
+                    kRelative * (std::fabs(bb) + s.bias_max)) *
+                   kInflate;
+    double constant = s.delta * (norm(h + b * width, 0, width) * kInflate + kAbsolute);
+    state.finite = true;
+    for (size_t i = 0; i < s.planes.size(); ++i) {
+      const CascadePlane& plane = s.planes[i];
+      size_t slots = plane.dim.size();
+      v.resize(slots);
+      q.resize(slots);
+      state.hi.emplace_back(slots);
+      state.lo.emplace_back(slots);
+      double peak = 0;
+      for (size_t j = 0; j < slots; ++j) {
+        v[j] = x[plane.dim[j]] * plane.step[j];
+        peak = std::max(peak, std::fabs(v[j]));
+      }
+      double scale = peak > kAbsolute ? peak / kPeak : 1.0;
+      double offset = 0, error = 0, reach = 0;
+      for (size_t j = 0; j < slots; ++j) {
+        q[j] = std::min(kPeak, std::max(-kPeak, std::nearbyint(v[j] / scale)));
+        double left = std::fabs(v[j] - q[j] * scale) + kRelative * peak + e[plane.dim[j]] * plane.step[j];
+        error += left * (plane.cmax[j] * 0.5);
+        offset += q[j] * plane.cmax[j];
+        reach += std::fabs(q[j]) * plane.cmax[j];
+        int32_t whole = static_cast<int32_t>(q[j]);
+        int32_t high = (whole + 128) >> 8;
+        state.hi[i][j] = static_cast<int8_t>(high);
+        state.lo[i][j] = static_cast<int8_t>(whole - 256 * high);
+      }
+      error = (error * kInflate + kRelative * (scale * 0.5) * reach) * kInflate;
+      constant = (constant + error) * kInflate;
+      PlaneState p{};
+      p.half_scale = scale * 0.5;
+      p.offset = offset;
+      p.constant = constant * kInflate;
+      for (int g = 0; g < kGroups; ++g) p.norm[g] = plane.radius_step[g] * norms[g] * kInflate;
+      p.base = bb;
+      p.slack = slack + 0x1p-140;
+      p.start_slack = i == 0 ? kRelative : 0x1p-23;
+      double total = p.half_scale + p.offset + p.constant + p.base + p.slack;
+      for (double n : p.norm) total += n;
+      state.finite = state.finite && std::isfinite(total);
+      state.planes.push_back(p);
+    }
+    for (size_t i = 0; i < s.planes.size(); ++i) {
+      state.planes[i].hi = state.hi[i].data();
+      state.planes[i].lo = state.lo[i].data();
+    }
+    double length = norm(x, 0, dims);
+    state.energy = length * length / static_cast<double>(dims) / (s.energy > 0 ? s.energy : 1.0);
+  }
+  return out;
+}
+
+void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
+                    StepResult* out) const {
+  const CascadeSpec& s = spec_;
+  Scored& scored = out->scored;
+  if (s.row_ids)
+    for (int64_t& id : ids) id = s.row_ids[id];
+  if (!scored.ids.empty()) {
+    std::vector<int64_t> known = scored.ids;
+    std::sort(known.begin(), known.end());
+    ids.erase(std::remove_if(ids.begin(), ids.end(),
+                             [&](int64_t id) { return std::binary_search(known.begin(), known.end(), id); }),
+              ids.end());
+  }
+  const int64_t n = static_cast<int64_t>(ids.size());
+  if (n > 0) {
+    size_t before = scored.ids.size();
+    std::vector<double> value(ids.size()), magnitude(ids.size());
+    parallel_ranges(threads, n, 64, [&](int64_t first, int64_t last) {
+      kernels.score(s.rows, ids.data(), first, last, h, 1, value.data(), magnitude.data(), n);
+    });
+    const double factor = score_factor(s.rows.width), floor = score_floor(s.rows.width);
+    scored.ids.insert(scored.ids.end(), ids.begin(), ids.end());
+    scored.value.resize(scored.ids.size());
+    scored.error.resize(scored.ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      double v = value[i], e = magnitude[i] * factor + floor;
+      if (s.bias) {
+        v += static_cast<double>(s.bias[ids[i]]);
+        e += kRelative * std::fabs(v);
+      }
+      scored.value[before + i] = v;
+      scored.error[before + i] = e;
+    }
+  }
+  if (static_cast<int64_t>(scored.ids.size()) >= k) {
+    std::vector<double> lower(scored.ids.size());
+    for (size_t i = 0; i < lower.size(); ++i) lower[i] = scored.value[i] - scored.error[i];
+    auto at = lower.begin() + (k - 1);
+    std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
+    out->threshold = *at;
+  }
+}
+
+namespace {
+
+// Rows that one task found, in rising order, with their bounds.
+struct Part {
+  std::vector<int64_t> rows;
+  std::vector<float> centre, upper;
+  float dropped = -std::numeric_limits<float>::infinity();
+};
+
+}  // namespace
+
+void Cascade::descend(const Kernels& kernels, int threads, const double* h, Prepared& state, const float* centre,
+                      const float* upper, std::vector<int64_t> leaders, int64_t k, int64_t budget,
+                      StepResult* out) const {
+  const CascadeSpec& s = spec_;
+  const int64_t n_rows = s.planes[0].plane.rows;
+  constexpr int64_t kStep = 4096;
+  score(kernels, 1, h, k, std::move(leaders), out);
+  float bar = below_float32(out->threshold);
+
+  // Plane 0's survivors, refined by plane 1 in the same task that finds them.
+  const int64_t tasks = (n_rows + kStep - 1) / kStep;
+  std::vector<Part> parts(static_cast<size_t>(tasks));
+  const bool more = s.planes.size() > 1;
+  parallel(threads, tasks, [&](int64_t task) {
+    Part& part = parts[static_cast<size_t>(task)];
+    int64_t first = task * kStep, last = std::min(n_rows, first + kStep);
+    int64_t ids[kStep];
+    int64_t n = kernels.select(upper, first, last, bar, ids, &part.dropped);
+    part.rows.assign(ids, ids + n);
+    if (!more || n == 0) return;
+    std::vector<float> start(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) start[static_cast<size_t>(i)] = centre[ids[i]];
+    part.centre.resize(start.size());
+    part.upper.resize(start.size());
+    kernels.refine(s.planes[1].plane, state.planes[1], ids, start.data(), 0, n, part.centre.data(),
+                   part.upper.data());
+  });
+  std::vector<int64_t> rows;
+  std::vector<float> mid, top;
+  float dropped = -std::numeric_limits<float>::infinity();
+  for (Part& part : parts) {
+    rows.insert(rows.end(), part.rows.begin(), part.rows.end());
+    mid.insert(mid.end(), part.centre.begin(), part.centre.end());
+    top.insert(top.end(), part.upper.begin(), part.upper.end());
+    dropped = std::max(dropped, part.dropped);
+  }
+  out->survivors.push_back(static_cast<int64_t>(rows.size()));
+
+  for (size_t i = 1; i < s.planes.size(); ++i) {
+    const int64_t n = static_cast<int64_t>(rows.size());
+    if (i > 1) {
+      std::vector<float> start = std::move(mid);
+      mid.resize(rows.size());
+      top.resize(rows.size());
+      parallel_ranges(threads, n, 512, [&](int64_t first, int64_t last) {
+        kernels.refine(s.planes[i].plane, state.planes[i], rows.data(), start.data(), first, last, mid.data(),
+                       top.data());
+      });
+    }
+    std::vector<int64_t> best;
+    top_values(kernels, mid.data(), 0, n, k, &best);
+    for (int64_t& at : best) at = rows[static_cast<size_t>(at)];
+    score(kernels, 1, h, k, std::move(best), out);
+    bar = below_float32(out->threshold);
+    std::vector<int64_t> keep(rows.size());
+    keep.resize(static_cast<size_t>(kernels.select(top.data(), 0, n, bar, keep.data(), &dropped)));
+    for (size_t j = 0; j < keep.size(); ++j) {
+      rows[j] = rows[static_cast<size_t>(keep[j])];
+      mid[j] = mid[static_cast<size_t>(keep[j])];
+    }
+    rows.resize(keep.size());
+    mid.resize(keep.size());
+    out->survivors.push_back(static_cast<int64_t>(rows.size()));
+  }
+  out->max_unopened = static_cast<double>(dropped);
+  out->within_budget = static_cast<int64_t>(rows.size()) <= budget;
+  if (out->within_budget) score(kernels, threads, h, k, std::move(rows), out);
+}
+
+std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
+                                      int64_t spare, int64_t budget) {
+  const CascadeSpec& s = spec_;
+  const Plane& plane = s.planes[0].plane;
+  const int64_t n_rows = plane.rows, blocks = (n_rows + kInterleave - 1) / kInterleave;
+  std::vector<Prepared> states = prepare(kernels, h, n_states);
+  std::vector<StepResult> out(states.size());
+  std::vector<PlaneState> first_plane;
+  std::vector<int> live;
+  for (int b = 0; b < n_states; ++b) {
+    StepResult& result = out[static_cast<size_t>(b)];
+    result.threshold = result.max_unopened = -kInfinity;
+    result.energy = states[static_cast<size_t>(b)].energy;
+    result.finite = states[static_cast<size_t>(b)].finite;
+    result.within_budget = false;
+    if (!result.finite) continue;
+    live.push_back(b);
+    first_plane.push_back(states[static_cast<size_t>(b)].planes[0]);
+  }
+  if (live.empty()) return out;
+
+  std::unique_ptr<Scratch> scratch;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!idle_.empty()) {
+      scratch = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!scratch) scratch = std::make_unique<Scratch>();
+  size_t need = live.size() * static_cast<size_t>(n_rows);
+  if (scratch->centre.size() < need) {
+    scratch->centre.resize(need);
+    scratch->upper.resize(need);
+  }
+  float *centre = scratch->centre.data(), *upper = scratch->upper.data();
+
+  // Every code of plane 0 is read once, whatever the batch; each task also keeps the best-looking rows of its range.
+  const int64_t lead = k + spare;
+  std::vector<std::vector<int64_t>> leaders(live.size());
+  std::mutex mutex;
+  parallel_ranges(threads, blocks, 64, [&](int64_t first, int64_t last) {
+    kernels.screen(plane, first_plane.data(), static_cast<int>(live.size()), nullptr, first, last, centre, upper,
+                   n_rows);
+    std::vector<std::vector<int64_t>> found(live.size());
+    for (size_t i = 0; i < live.size(); ++i)
+      top_values(kernels, centre + static_cast<int64_t>(i) * n_rows, first * kInterleave,
+                 std::min(n_rows, last * kInterleave), lead, &found[i]);
+    std::lock_guard<std::mutex> lock(mutex);
+    for (size_t i = 0; i < live.size(); ++i) leaders[i].insert(leaders[i].end(), found[i].begin(), found[i].end());
+  });
+  for (size_t i = 0; i < live.size(); ++i) {
+    const float* mine = centre + static_cast<int64_t>(i) * n_rows;
+    std::sort(leaders[i].begin(), leaders[i].end(), Best{mine});
+    if (static_cast<int64_t>(leaders[i].size()) > lead) leaders[i].resize(static_cast<size_t>(lead));
+    int b = live[i];
+    descend(kernels, threads, h + b * s.rows.width, states[static_cast<size_t>(b)], mine,
+            upper + static_cast<int64_t>(i) * n_rows, std::move(leaders[i]), k, budget, &out[static_cast<size_t>(b)]);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (idle_.size() < 4) idle_.push_back(std::move(scratch));
+  return out;
+}
+
+}  // namespace csv_decode

@@ -1,0 +1,89 @@
+// One whole step of the shadow bound: from hidden states to scored rows, a threshold and what bounds the other rows.
+// The same algorithm stands in plain Python in head.py (`_descend`) and bounds/shadow.py (`prepare`), with the proofs;
+// here it runs without coming back to Python between planes.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "plane.hpp"
+
+namespace csv_decode {
+
+struct CascadePlane {
+  Plane plane;
+  std::vector<int32_t> dim;  // of each slot
+  std::vector<double> step;
+  std::vector<double> cmax;
+  double radius_step[kGroups];
+};
+
+struct CascadeSpec {
+  Rows rows;               // the head's weights
+  const float* bias;       // (rows by token id) or null
+  const int64_t* row_ids;  // token id of each index row, or null
+  double bias_max;
+  Rows transform;  // (dims, width) float16
+  Rows mean;       // (1, width) float32
+  int64_t dims;
+  int64_t edges[kGroups + 1];
+  double delta;
+  double energy;
+  std::vector<CascadePlane> planes;
+};
+
+struct Scored {
+  std::vector<int64_t> ids;
+  std::vector<double> value, error;
+};
+
+struct StepResult {
+  Scored scored;      // every row scored; only the k best, in order, once `sort_if_clear` has proved their order
+  int64_t rows_scored;
+  bool clear;
+  double threshold;
+  double max_unopened;
+  double energy;
+  std::vector<int64_t> survivors;  // after each plane
+  bool finite;                     // false: a parameter overflowed, nothing was done
+  bool within_budget;              // false: more survivors than the budget; they were not scored
+};
+
+class Cascade {
+ public:
+  explicit Cascade(CascadeSpec spec) : spec_(std::move(spec)) {}
+
+  // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
+  // `budget` survivors scored at the end.
+  std::vector<StepResult> scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
+                               int64_t spare, int64_t budget);
+
+ private:
+  struct Prepared;
+  struct Scratch {
+    std::vector<float> centre, upper;
+  };
+
+  std::vector<Prepared> prepare(const Kernels& kernels, const double* h, int n_states) const;
+  void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
+             StepResult* out) const;
+  void descend(const Kernels& kernels, int threads, const double* h, Prepared& state, const float* centre,
+               const float* upper, std::vector<int64_t> leaders, int64_t k, int64_t budget, StepResult* out) const;
+
+  CascadeSpec spec_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Scratch>> idle_;
+};
+
+// Where the intervals of the scored rows do not overlap around the k best, puts those k in order and drops the others.
+void sort_if_clear(StepResult* step, int64_t k);
+
+// The `count` largest of values[first, last), larger first, then the smaller index; NaN never. Appends to `out`.
+void top_values(const Kernels& kernels, const float* values, int64_t first, int64_t last, int64_t count,
+                std::vector<int64_t>* out);
+
+// The largest float32 strictly below x.
+float below_float32(double x);
+
+}  // namespace csv_decode
