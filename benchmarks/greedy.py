@@ -59,7 +59,9 @@ def main() -> int:
         where = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), None)
         verdict = "equal" if a == b else judge(model, tokenizer, spec, prompt["text"], a, b, where)
         errors += verdict.startswith("ERROR")
-        table.add_row(prompt["text"][:40], prompt["kind"], str(len(b)), str(where) if where is not None else "-", verdict)
+        table.add_row(
+            prompt["text"][:40], prompt["kind"], str(len(b)), str(where) if where is not None else "-", verdict
+        )
     console.print(table)
     tokens = sum(len(b) for b, _ in ours)
     console.print(

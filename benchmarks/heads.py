@@ -4,7 +4,8 @@
     python benchmarks/heads.py smollm2 --states 1000 --json out.json
 
 The states come from sampled text (temperature 0.8) that continues benchmarks/prompts.json; the index was calibrated on
-text that the model wrote from other openings. Every id of every result is compared with the exact reference, ties by id.
+text that the model wrote from other openings. Every id of every result is compared with the exact reference, ties by
+id.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ def reference(spec: cd.HeadSpec, states: np.ndarray, k: int) -> np.ndarray:
 def measure(head: cd.CertifiedHead, states: np.ndarray, k: int, want: np.ndarray, label: str) -> dict[str, Any]:
     """One state a step, as decoding does."""
     wrong, rows, ratio, survivors, seconds, fallbacks = 0, [], [], [], [], 0
-    for h, ids in zip(
-        track(states, label, console=console, transient=True), want, strict=True
-    ):
+    for h, ids in zip(track(states, label, console=console, transient=True), want, strict=True):
         started = time.perf_counter()
         top = head.top_k(h, k)
         seconds.append(time.perf_counter() - started)
@@ -108,7 +107,9 @@ def main() -> int:
             for kernels in args.kernels.split(",") if bound == "shadow" else args.kernels.split(",")[:1]:
                 head = cd.CertifiedHead(index, spec, kernels=kernels)
                 found = measure(head, few, k, want[: len(few)], f"{bound}, {kernels}, k = {k}")
-                figures.append({"bound": bound, "kernels": kernels, "k": k, "budget": "25%", "states": len(few), **found})
+                figures.append(
+                    {"bound": bound, "kernels": kernels, "k": k, "budget": "25%", "states": len(few), **found}
+                )
             if bound == "centroid":  # and how far it must open without a budget
                 head = cd.CertifiedHead(index, spec, budget=None)
                 found = measure(head, few[:100], k, want[: len(few[:100])], f"{bound}, no budget, k = {k}")

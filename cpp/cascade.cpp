@@ -132,10 +132,9 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, const do
     for (int g = 0; g < kGroups; ++g)
       norms[g] = (norm(x, s.edges[g], s.edges[g + 1]) + norm(e, s.edges[g], s.edges[g + 1])) * kInflate + kAbsolute;
     double bb = base[static_cast<size_t>(b)];
-    double slack = (base_magnitude[static_cast<size_t>(b)] * factor + floor +
-                    kRelative * (std::fabs(bb) + s.bias_max)) *
-                   kInflate;
+    double slack = (base_magnitude[static_cast<size_t>(b)] * factor + floor) * kInflate;
     double constant = s.delta * (norm(h + b * width, 0, width) * kInflate + kAbsolute);
+    double between = 0;  // reach of the planes after the first and before this one
     state.finite = true;
     for (size_t i = 0; i < s.planes.size(); ++i) {
       const CascadePlane& plane = s.planes[i];
@@ -162,16 +161,18 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, const do
         state.hi[i][j] = static_cast<int8_t>(high);
         state.lo[i][j] = static_cast<int8_t>(whole - 256 * high);
       }
-      error = (error * kInflate + kRelative * (scale * 0.5) * reach) * kInflate;
+      reach *= scale * 0.5;
+      error = (error * kInflate + kRelative * reach) * kInflate;
       constant = (constant + error) * kInflate;
       PlaneState p{};
       p.half_scale = scale * 0.5;
       p.offset = offset;
-      p.constant = constant * kInflate;
+      p.constant = (constant + static_cast<double>(i) * 0x1p-23 * between) * kInflate;
+      if (i > 0) between += reach * kInflate;
       for (int g = 0; g < kGroups; ++g) p.norm[g] = plane.radius_step[g] * norms[g] * kInflate;
       p.base = bb;
       p.slack = slack + 0x1p-140;
-      p.start_slack = i == 0 ? kRelative : 0x1p-23;
+      p.start_slack = i == 0 ? kRelative : static_cast<double>(i) * 0x1p-23;
       double total = p.half_scale + p.offset + p.constant + p.base + p.slack;
       for (double n : p.norm) total += n;
       state.finite = state.finite && std::isfinite(total);

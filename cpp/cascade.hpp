@@ -23,7 +23,6 @@ struct CascadeSpec {
   Rows rows;               // the head's weights
   const float* bias;       // (rows by token id) or null
   const int64_t* row_ids;  // token id of each index row, or null
-  double bias_max;
   Rows transform;  // (dims, width) float16
   Rows mean;       // (1, width) float32
   int64_t dims;

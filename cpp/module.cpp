@@ -84,7 +84,7 @@ class BoundPlane {
       slots_ += static_cast<int64_t>(count) * 4 * (8 / bits);
     }
     expect(used == plane_.words_per_row, "segments do not fill the words of a row");
-    expect(slots_ < 1000000, "too many slots for 32-bit sums");
+    expect(slots_ <= 65536, "more slots than the rounding analysis covers");
     int64_t stored = static_cast<int64_t>(words.shape(0));
     expect(stored >= plane_.rows, "fewer code rows than rows");
   }
@@ -218,7 +218,7 @@ std::tuple<Ids, float> select_above(const std::string& isa, In<float, 1> values,
   std::vector<int64_t> ids;
   {
     nb::gil_scoped_release release;
-    constexpr int64_t kStep = 16384;
+    constexpr int64_t kStep = 4096;
     int64_t buffer[kStep];
     for (int64_t first = 0; first < n; first += kStep) {
       int64_t count = kernels->select(values.data(), first, std::min(n, first + kStep), bar, buffer, &dropped);
@@ -243,7 +243,7 @@ using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
-               std::optional<In<int64_t, 1>> row_ids, double bias_max, In<uint16_t, 2> transform, In<float, 2> mean,
+               std::optional<In<int64_t, 1>> row_ids, In<uint16_t, 2> transform, In<float, 2> mean,
                In<int64_t, 1> edges, double delta, double energy)
       : rows_(rows), bias_(bias), row_ids_(row_ids), transform_(transform), mean_(mean) {
     expect(type >= 0 && type <= 2 && rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
@@ -251,7 +251,6 @@ class BoundCascade {
     s.rows = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
     s.bias = bias ? bias->data() : nullptr;
     s.row_ids = row_ids ? row_ids->data() : nullptr;
-    s.bias_max = bias_max;
     s.transform = {transform.data(), RowType::float16, s.rows.width};
     s.mean = {mean.data(), RowType::float32, s.rows.width};
     s.dims = static_cast<int64_t>(transform.shape(0));
@@ -324,15 +323,16 @@ class BoundCascade {
 
 NB_MODULE(_native, m) {
   using namespace csv_decode;
+  m.def("ieee", &ieee, "Whether this thread rounds to nearest and keeps subnormal numbers.");
   m.def("supported", &supported, "Instruction sets that this build and this processor can run, slowest first.");
   nb::class_<BoundPlane>(m, "Plane")
       .def(nb::init<In<uint32_t, 2>, In<uint16_t, 1>, std::optional<In<float, 1>>, In<int32_t, 2>>(), "words"_a,
            "rho"_a, "bias"_a.none(), "segments"_a);
   nb::class_<BoundCascade>(m, "Cascade")
       .def(nb::init<std::vector<PlaneParts>, AnyRows, int, std::optional<In<float, 1>>,
-                    std::optional<In<int64_t, 1>>, double, In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
+                    std::optional<In<int64_t, 1>>, In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
                     double>(),
-           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "row_ids"_a.none(), "bias_max"_a, "transform"_a, "mean"_a,
+           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "row_ids"_a.none(), "transform"_a, "mean"_a,
            "edges"_a, "delta"_a, "energy"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,

@@ -1,11 +1,19 @@
 #include "pool.hpp"
 
+#if defined(CSV_DECODE_X86)
+#include <immintrin.h>
+#endif
+
 #include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
+#include <exception>
+#include <limits>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -18,11 +26,28 @@ struct Job {
   std::atomic<int64_t> next{0};
   int helpers = 0;  // workers that may still join; guarded by the pool's mutex
   int active = 0;   // workers inside the job; guarded by the pool's mutex
+  std::mutex failing;
+  std::exception_ptr failure;
 
-  void work() {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) (*task)(i);
+  // Never throws: the job lives on the caller's stack, which must not unwind while workers are inside.
+  void work() noexcept {
+    try {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) (*task)(i);
+    } catch (...) {
+      next.store(tasks);
+      std::lock_guard<std::mutex> lock(failing);
+      if (!failure) failure = std::current_exception();
+    }
   }
 };
+
+void use_ieee() {
+#if defined(CSV_DECODE_X86)
+  _mm_setcsr(0x1f80);
+#else
+  std::fesetenv(FE_DFL_ENV);
+#endif
+}
 
 class Pool {
  public:
@@ -34,9 +59,13 @@ class Pool {
     job.tasks = tasks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int>(workers_) < threads - 1) {
-        std::thread([this] { serve(); }).detach();
-        ++workers_;
+      try {
+        while (workers_ < threads - 1) {
+          std::thread([this] { serve(); }).detach();
+          ++workers_;
+        }
+      } catch (const std::system_error&) {
+        // no more threads to be had: go on with those that are here
       }
       job.helpers = threads - 1;
       job_ = &job;
@@ -46,10 +75,12 @@ class Pool {
     std::unique_lock<std::mutex> lock(mutex_);
     job_ = nullptr;
     done_.wait(lock, [&] { return job.active == 0; });
+    if (job.failure) std::rethrow_exception(job.failure);
   }
 
  private:
   void serve() {
+    use_ieee();  // a new thread inherits the float mode of the one that made it
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       wake_.wait(lock, [&] { return job_ && job_->helpers > 0; });
@@ -82,6 +113,14 @@ Pool& the_pool() {
 }
 
 }  // namespace
+
+bool ieee() {
+  // volatile: the answer must come from this thread, now, not from the compiler
+  volatile double smallest = std::numeric_limits<double>::denorm_min(), one = 1.0, half = 0.5;
+  volatile double normal = std::numeric_limits<double>::min();
+  volatile float small32 = std::numeric_limits<float>::denorm_min(), one32 = 1.0f;
+  return std::fegetround() == FE_TONEAREST && smallest * one != 0.0 && normal * half != 0.0 && small32 * one32 != 0.0f;
+}
 
 void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
   threads = static_cast<int>(std::min<int64_t>(threads, tasks));

@@ -6,7 +6,11 @@
 
 namespace csv_decode {
 
+// Whether this thread rounds to nearest and keeps subnormal numbers. The pool's workers always do.
+bool ieee();
+
 // Runs task(0) .. task(tasks - 1) on at most `threads` threads, the caller included, and returns when all are done.
+// The first exception of a task comes back to the caller.
 // A second caller that finds the pool busy does its own work on its own thread.
 void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task);
 

@@ -60,6 +60,28 @@ def test_weights_that_are_not_numbers_are_refused(bounds: str, bad: float) -> No
         cd.build_index(weight, states, bounds=bounds)
 
 
+def test_weights_that_are_not_numbers_are_refused_without_an_index_too() -> None:
+    weight, _ = make_head(50, 8)
+    weight[17, 3] = np.nan
+    with pytest.raises(ValueError, match="the first is row 17"):
+        cd.CertifiedHead(None, weight)
+    cd.CertifiedHead(None, cd.HeadSpec(weight, valid_rows=17))
+
+
+def test_a_thread_that_flushes_subnormal_numbers_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    weight, states = make_head(50, 8)
+    head = cd.CertifiedHead(None, weight)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        with pytest.raises(RuntimeError, match="flushes subnormal numbers to zero"):
+            head.top_k(states[0])
+    finally:
+        torch.set_flush_denormal(False)
+    head.top_k(states[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -90,6 +112,7 @@ def test_impossible_heads_are_refused(change: dict, message: str) -> None:
         ({"bits": ()}, "bits is"),
         ({"bits": (0.0,)}, "bits is"),
         ({"bits": (9.0,)}, "bits is"),
+        ({"bits": (1.0,) * 5}, "expected 1 to 4 numbers"),
         ({"ridge": 0.0}, "ridge is 0.0"),
         ({"clusters": 51, "bounds": "centroid"}, "clusters is 51, expected 1 to 50"),
         ({"iterations": 0, "bounds": "centroid"}, "iterations is 0"),

@@ -260,3 +260,49 @@ def test_threads_share_one_head() -> None:
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(lambda i: head.top_k(states[i % 64], 3).ids.tolist(), range(256)))
     assert got == want * 4
+
+
+def test_rounded_centres_of_many_planes_are_accounted_for() -> None:
+    """Plane 1 cancels a huge centre of plane 0, so that what float32 took from the first centre is far above the last
+    one, and above the radii of plane 2. The winner's bias is what was lost."""
+    from csv_decode.bounds.planes import Plane
+    from csv_decode.bounds.shadow import ShadowBound
+
+    rng = np.random.default_rng(0)
+    rows, width, fine = 1024, 32, 2.0**-22
+    h = rng.integers(20000, 32000, width) * rng.choice([-1.0, 1.0], width)
+    h[0] = 32512
+    coarse = np.repeat(np.where(h > 0, 15, 0).astype(np.uint8)[None], rows, axis=0)
+    last = rng.choice([7, 8], (rows, width)).astype(np.uint8)
+    weight = (fine * (last - 7.5)).astype(np.float32)
+    bias = np.zeros(rows, np.float32)
+    bias[-1] = 0.24
+
+    def plane(step: float, unit: float, codes: np.ndarray, radius: int, interleaved: bool) -> Plane:
+        four, steps, units = np.array([4], np.int32), np.array([step], np.float32), np.full(4, unit, np.float32)
+        empty = Plane(four, steps, units, np.zeros((0, 1), np.uint32), interleaved)
+        words = empty.pack(codes, np.full((rows, 4), radius, np.uint8))
+        if interleaved:
+            words = words.reshape(-1, 16, words.shape[1]).transpose(0, 2, 1).reshape(rows, -1)
+        return Plane(four, steps, units, np.ascontiguousarray(words), interleaved)
+
+    planes = (
+        plane(1.0, 1.0, coarse, 50, True),
+        plane(1.0, 2.0**-21, 15 - coarse, 20, False),
+        plane(fine, 2.0**-36, last, 1, False),
+    )
+    spec = cd.HeadSpec(weight, bias)
+    shadow = ShadowBound(
+        np.zeros(width, np.float32),
+        np.eye(width, dtype=np.float16),
+        np.full(rows, 0x3F80, np.uint16),
+        planes,
+        1e-13,
+        1.0,
+    )
+    index = cd.Index(spec.fingerprint, "float32", spec.rows.shape, rows, None, None, shadow)
+    cd.verify_index(index, spec)
+    for kernels in [*supported(), "reference"]:
+        top = cd.CertifiedHead(index, spec, kernels=kernels, budget=None).top_k(h, 1)
+        assert top.ids.tolist() == [exact_top_k(exact_logits(weight, h, bias), 1)]
+        cd.verify(top, h, spec)

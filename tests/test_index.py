@@ -141,6 +141,30 @@ def test_verify_index_finds_every_cluster_that_does_not_hold(part: str) -> None:
         cd.verify_index(damaged, spec)
 
 
+@pytest.mark.parametrize("change", [{"bias_max": -1e4}, {"offsets": 1}, {"step": -1.0}, {"bits": 8}])
+def test_verify_index_proves_indexes_that_never_were_a_file(change: dict) -> None:
+    """Forged in memory: a bias bound below zero for a head without bias, rows in no cluster, impossible codes."""
+    weight, states = make_head(100, 64)
+    index = build(weight, states, ("centroid", "shadow"))
+    centroid, shadow = index.centroid, index.shadow
+    assert centroid is not None
+    assert shadow is not None
+    if "bias_max" in change:
+        centroid = dataclasses.replace(centroid, bias_max=centroid.bias_max + np.float32(change["bias_max"]))
+    if "offsets" in change:
+        centroid = dataclasses.replace(centroid, offsets=np.maximum(centroid.offsets, 1))
+    if "step" in change or "bits" in change:
+        plane = shadow.planes[0]
+        plane = dataclasses.replace(
+            plane,
+            step=plane.step * np.float32(change.get("step", 1)),
+            bits=plane.bits + np.int32(change.get("bits", 0)),
+        )
+        shadow = dataclasses.replace(shadow, planes=(plane, *shadow.planes[1:]))
+    with pytest.raises(ValueError, match=r"does not hold|impossible|negative|outside 0 to 7"):
+        cd.verify_index(dataclasses.replace(index, centroid=centroid, shadow=shadow), weight)
+
+
 # Files that are not an index, or not the right one.
 
 
@@ -226,8 +250,8 @@ def test_no_flipped_bit_goes_unnoticed(saved: tuple, tmp_path: Path, data: st.Da
         ("shadow.plane1.step", lambda t: -1 - t, "negative steps"),
         ("shadow.plane1.radius_step", lambda t: None, "radius_step is missing"),
         ("shadow.plane2.bits", lambda t: np.zeros(3, np.int32), "unknown tensors"),
-        ("centroid.offsets", lambda t: t[::-1].copy(), "cluster offsets or radii are impossible"),
-        ("centroid.radius", lambda t: -t, "cluster offsets or radii are impossible"),
+        ("centroid.offsets", lambda t: t[::-1].copy(), "cluster offsets are impossible"),
+        ("centroid.radius", lambda t: -1 - t, "a cluster radius is negative"),
         ("row_ids", lambda t: t + 10**9, "row_ids is not a permutation"),
         ("row_ids", lambda t: t * 0, "row_ids is not a permutation"),
         ("row_ids", lambda t: None, "row_ids and centroids come together"),

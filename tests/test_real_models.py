@@ -96,7 +96,7 @@ def test_every_bound_of_every_row_holds(real: Real) -> None:
     for h in real.states[::8].astype(np.float64):
         value, magnitude = kernels.score(real.spec.rows, h[None])
         error = score_error(real.spec.width, magnitude)[0]
-        states, _ = shadow.prepare(kernels, h[None], 0.0)
+        states, _ = shadow.prepare(kernels, h[None])
         centre, upper = (x[0] for x in kernels.screen(planes[0], states[0], None))
         for i in range(len(planes)):
             if i > 0:

@@ -66,6 +66,10 @@ def test_wrong_logits_and_false_certificates_are_found(result: tuple) -> None:
     top, states, weight = result
     with pytest.raises(cd.VerificationError, match=r"a logit is .* away"):
         cd.verify(dataclasses.replace(top, logits=top.logits + 1e-9), states, weight)
+    with pytest.raises(cd.VerificationError, match=r"a logit is nan away"):
+        cd.verify(dataclasses.replace(top, logits=top.logits * np.nan), states, weight)
+    with pytest.raises(cd.VerificationError, match="a logit is"):
+        cd.verify(dataclasses.replace(top, logit_error=top.logit_error * np.nan), states, weight)
     for change, message in (
         ({"threshold": top.certificates.threshold - 1e9}, "is not above max_unopened"),
         ({"threshold": top.certificates.threshold + 1}, "above the k-th score"),
@@ -76,3 +80,22 @@ def test_wrong_logits_and_false_certificates_are_found(result: tuple) -> None:
             cd.verify(lie, states, weight)
     with pytest.raises(cd.VerificationError, match="3 states, but 1 were given"):
         cd.verify(top, states[:1], weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "h", "bias", "want"),
+    [
+        ([[1, 1e-30], [1, 2e-30]], [1, 1e-300], None, 1),
+        ([[1, 0], [2, 0]], [1e-310, 0], None, 1),
+        ([[1, 0], [2, 0]], [1e-300, 0], [1e9, 1e9], 1),
+        ([[1, 0], [1, 0]], [0, 0], None, 0),
+    ],
+)
+def test_states_of_any_range_are_judged_exactly(weight: list, h: list, bias: list | None, want: int) -> None:
+    spec = cd.HeadSpec(np.array(weight, np.float32), None if bias is None else np.array(bias, np.float32))
+    state = np.array(h, np.float64)
+    top = cd.CertifiedHead(None, spec).top_k(state, 1)
+    assert top.ids.tolist() == [[want]]
+    cd.verify(top, state, spec)
+    with pytest.raises(cd.VerificationError, match="is missing"):
+        cd.verify(dataclasses.replace(top, ids=np.array([[1 - want]])), state, spec)

@@ -1,5 +1,6 @@
 from typing import Any
 
+def ieee() -> bool: ...
 def supported() -> list[str]: ...
 
 class Plane:
@@ -23,7 +24,6 @@ class Cascade:
         type: int,
         bias: Any,
         row_ids: Any,
-        bias_max: float,
         transform: Any,
         mean: Any,
         edges: Any,

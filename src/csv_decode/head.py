@@ -15,7 +15,7 @@ from .bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_erro
 from .certificate import Certificates, Statistics, TopK
 from .exact import rank
 from .index import Index
-from .kernels import get_kernels
+from .kernels import get_kernels, ieee
 from .spec import Array, HeadSpec, as_states
 
 __all__ = ["CertifiedHead"]
@@ -85,15 +85,16 @@ class CertifiedHead:
             raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic'")
         if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}, expected a share of the rows above 0 and at most 1, or None")
-        if index is not None:
-            index.check(self.spec)
+        if index is None:
+            self.spec.require_finite()
+        else:
+            index.check(self.spec)  # an index has only ever been built for finite weights
         self.index = index
         self.guarantee = guarantee
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
         self.statistics = Statistics()
         self._lock = threading.Lock()
-        self._bias_max = 0.0 if self.spec.bias32 is None else float(np.abs(self.spec.bias32).max())
         self._planes: list[Any] = []
         self._cascade = None
         if index is not None and index.shadow is not None:
@@ -101,7 +102,7 @@ class CertifiedHead:
             if bias is not None:
                 bias = bias[: self.spec.n_rows]
             if index.centroid is None:
-                self._cascade = self.kernels.cascade(index.shadow, rows, bias, index.row_ids, self._bias_max)
+                self._cascade = self.kernels.cascade(index.shadow, rows, bias, index.row_ids)
             if self._cascade is None:
                 if bias is not None and index.row_ids is not None:
                     bias = np.ascontiguousarray(bias[index.row_ids])
@@ -116,8 +117,14 @@ class CertifiedHead:
             k: 1 to the number of valid rows.
             ties: also return every id whose logit equals the k-th exactly (then ids and logits are lists).
 
-        Raises ValueError for k out of range, another width, an empty batch, NaN or infinity.
+        Raises ValueError for k out of range, another width, an empty batch, NaN or infinity, and RuntimeError where the
+        thread flushes subnormal numbers to zero or does not round to nearest: no certificate holds there.
         """
+        if not ieee():
+            raise RuntimeError(
+                "this thread flushes subnormal numbers to zero or does not round to nearest, and certificates hold in "
+                "IEEE arithmetic only; undo it, for example with torch.set_flush_denormal(False)"
+            )
         started = time.perf_counter()
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
             raise ValueError(f"k is {k!r}, expected a whole number")
@@ -219,6 +226,7 @@ class CertifiedHead:
         for step in steps:
             upper = bound.upper(self.kernels, step.h[None])[0]
             step.bytes_read += bound.nbytes
+            upper = np.where(np.isnan(upper), np.inf, upper)
             queue = np.argsort(-upper, kind="stable")
             opened = 0
             for at, c in enumerate(queue):
@@ -270,7 +278,7 @@ class CertifiedHead:
         shadow = self.index.shadow
         assert shadow is not None
         h = np.stack([step.h for step in steps])
-        states, energy = shadow.prepare(self.kernels, h, self._bias_max)
+        states, energy = shadow.prepare(self.kernels, h)
         has_bias = self.spec.bias32 is not None
         row_bytes = [shadow.row_bytes(i, has_bias) for i in range(len(shadow.planes))]
         if self.index.centroid is None:

@@ -127,6 +127,17 @@ class HeadSpec:
         """Valid rows: token ids are below this."""
         return self.rows.shape[0] if self.valid_rows is None else self.valid_rows
 
+    def require_finite(self) -> None:
+        """Raises ValueError for NaN or infinite weights, naming the first row that has them."""
+        for first in range(0, self.n_rows, 65536):
+            rows = self.rows.float32(slice(first, min(first + 65536, self.n_rows)))
+            bad = ~np.isfinite(rows).all(axis=1)
+            if bad.any():
+                raise ValueError(
+                    f"{int(bad.sum())} rows of the weights hold NaN or infinity, the first is row "
+                    f"{first + int(np.nonzero(bad)[0][0])}; no bound can be given for them"
+                )
+
     def valid_rows_only(self) -> Rows:
         """The rows without padding, in the same memory."""
         return Rows(self.rows.data[: self.n_rows], self.rows.kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,34 +32,19 @@ class VerificationReport:
     worst_logit_error: float
 
 
-def _two_product(a: F64, b: F64) -> tuple[F64, F64]:
-    """a b = p + e exactly (Dekker 1971, with Veltkamp's splitting; no overflow for float32-sized numbers)."""
-    factor = 2.0**27 + 1
-    p = a * b
-    ta, tb = factor * a, factor * b
-    a_high, b_high = ta - (ta - a), tb - (tb - b)
-    a_low, b_low = a - a_high, b - b_high
-    return p, ((a_high * b_high - p) + a_high * b_low + a_low * b_high) + a_low * b_low
-
-
-def _terms(row: F64, h: F64, bias: float) -> list[float]:
-    """Float64 numbers whose exact sum is <row, h> + bias. Scaling h by a power of two keeps Dekker clear of
-    underflow; the caller scales the bias alike."""
-    p, e = _two_product(row, h)
-    return [*p.tolist(), *e.tolist(), bias]
-
-
-def _compare(a: list[float], b: list[float]) -> int:
-    """Sign of sum(a) - sum(b): math.fsum rounds the exact sum once, so its sign is exact."""
-    difference = math.fsum(a + [-x for x in b])
-    return (difference > 0) - (difference < 0)
+def _exact(row: F64, h: F64, bias: float) -> Fraction:
+    """<row, h> + bias. A float is an integer over a power of two, so the largest denominator is the common one."""
+    terms = [(bias, 1.0), *((w, x) for w, x in zip(row.tolist(), h.tolist(), strict=True) if w and x)]
+    ratios = [(a.as_integer_ratio(), b.as_integer_ratio()) for a, b in terms]
+    common = max(p[1] * q[1] for p, q in ratios)
+    return Fraction(sum(p[0] * q[0] * (common // (p[1] * q[1])) for p, q in ratios), common)
 
 
 def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationReport:
     """Checks a `top_k` result against all rows of the head, in exact arithmetic where it matters.
 
     A float64 product of every row with every state, with the bound ``gamma(d + 2) sum |w_j h_j|`` on its error, decides
-    all comparisons that are clear; the others are decided by the sign of an exact sum. Checked for each state: the ids
+    all comparisons that are clear; the others are decided by exact rational sums. Checked for each state: the ids
     are distinct and valid; they are in order (larger logit, then smaller id); no other row beats the last of them;
     logits are within their stated error; with ties, all rows equal to the k-th are there; a certificate that claims to
     be certified has threshold > max_unopened, no returned score below threshold, and has scored as many rows as have a
@@ -98,16 +83,17 @@ def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F
 
     if len(ids) < k or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
         raise fail(f"ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
-    count = 0
-    # |h| near one keeps the exact products far from under- and overflow; a power of two changes no comparison
-    unit = 2.0 ** -int(np.frexp(np.abs(h).max())[1]) if h.any() else 1.0
-    cache: dict[int, list[float]] = {}
+    count, mine = 0, set(ids.tolist())
+    returned: dict[int, Fraction] = {}
 
-    def terms(i: int) -> list[float]:
-        if i not in cache:
-            row = spec.rows.float32(np.array([i]))[0].astype(np.float64)
-            cache[i] = _terms(row, h * unit, bias[i] * unit)
-        return cache[i]
+    def exact(i: int) -> Fraction:
+        if i in returned:
+            return returned[i]
+        row = spec.rows.float32(np.array([i]))[0].astype(np.float64)
+        score = _exact(row, h, float(bias[i]))
+        if i in mine:
+            returned[i] = score
+        return score
 
     def compare(i: int, j: int) -> int:
         """Sign of score_i - score_j."""
@@ -115,7 +101,8 @@ def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F
         if abs(value[i] - value[j]) > error[i] + error[j]:
             return 1 if value[i] > value[j] else -1
         count += 1
-        return _compare(terms(i), terms(j))
+        difference = exact(i) - exact(j)
+        return (difference > 0) - (difference < 0)
 
     for i, j in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
         sign = compare(i, j)
@@ -136,7 +123,7 @@ def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F
     stated = float(top.logit_error[b])
     off = np.abs(spec.finish(value[ids]) - np.asarray(top.logits[b]))
     allowed = (stated + error[ids]) * spec.scale + 1e-12 * np.abs(spec.finish(value[ids]))
-    if (off > allowed).any():
+    if not (np.isfinite(stated) and stated >= 0 and (off <= allowed).all()):  # NaN is no logit
         raise fail(f"a logit is {off.max():.3g} away from its value, stated error {stated:.3g}")
     certificate = top.certificates[b]
     if certificate.certified:

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from .rounding import ABSOLUTE, INFLATE, RELATIVE
 
-__all__ = ["BLOCK", "GROUPS", "INTERLEAVE", "Plane", "PlaneStates", "group_edges", "prepare"]
+__all__ = ["BLOCK", "GROUPS", "INTERLEAVE", "MAX_PLANES", "Plane", "PlaneStates", "group_edges", "prepare"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 BLOCK = 32  # dimensions that share a bit width: one vector of 16 rows at 1 bit
 GROUPS = 4  # radii a row
+MAX_PLANES = 4  # what the rounding analysis of `verify_index` covers, with room
 INTERLEAVE = 16  # rows that plane 0 stores together
 _PEAK = 32512  # largest |q|: its high byte stays within -127 .. 127 and its low byte within -128 .. 127
 
@@ -150,7 +151,7 @@ class PlaneStates:
         return PlaneStates(self.hi[b : b + 1], self.lo[b : b + 1], self.params[b : b + 1])
 
 
-def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[PlaneStates, F64]:
+def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[PlaneStates, F64, F64]:
     """Quantise white states for a plane.
 
     Args:
@@ -158,9 +159,11 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
         white_error: (B, dims) bound on ``|M h - H~|``.
         norms: (B, GROUPS) upper bounds on the norms of M h over the groups.
 
-    Returns the states, with constant, base and slacks still zero, and (B,) bounds E, in units of rho, on
+    Returns the states, with constant, base and slacks still zero; (B,) bounds E, in units of rho, on
 
-        | <xc_i, M h> - half_scale (2 D_i - offset) |  <=  E    for every row i,  where D_i = sum over slots c q.
+        | <xc_i, M h> - half_scale (2 D_i - offset) |  <=  E    for every row i,  where D_i = sum over slots c q;
+
+    and (B,) bounds half_scale sum cmax |q| on the absolute value of the second term.
 
     Proof. <xc, M h> = sum step (c - cmax/2) H_dim. With v = step H~_dim and q = rint(v / scale), the slot's term
     differs from scale q (c - cmax/2) by at most cmax/2 (|v - scale q| + step white_error), since |c - cmax/2| <=
@@ -175,10 +178,11 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
     q = np.clip(np.rint(v / scale), -_PEAK, _PEAK)
     left = np.abs(v - q * scale) + RELATIVE * peak[:, None] + white_error[:, dim] * step
     error = (left @ (cmax / 2)) * INFLATE
-    error += RELATIVE * (scale[:, 0] / 2) * (np.abs(q) @ cmax)
+    reach = (scale[:, 0] / 2) * (np.abs(q) @ cmax)
+    error += RELATIVE * reach
     hi = np.floor((q + 128) / 256)
     params = np.zeros((len(white), 10))
     params[:, 0] = scale[:, 0] / 2
     params[:, 1] = q @ cmax
     params[:, 3:7] = plane.radius_step.astype(np.float64) * norms * INFLATE
-    return PlaneStates(hi.astype(np.int8), (q - 256 * hi).astype(np.int8), params), error * INFLATE
+    return PlaneStates(hi.astype(np.int8), (q - 256 * hi).astype(np.int8), params), error * INFLATE, reach * INFLATE

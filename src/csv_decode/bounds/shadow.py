@@ -56,16 +56,17 @@ class ShadowBound:
         """Bytes that a step reads for each row that reaches a plane: codes, radii, row scale and bias."""
         return self.planes[plane].words_per_row * 4 + 2 + (4 if bias and plane == 0 else 0)
 
-    def prepare(self, kernels: Kernels, h: F64, bias_max: float) -> tuple[list[PlaneStates], F64]:
+    def prepare(self, kernels: Kernels, h: F64) -> tuple[list[PlaneStates], F64]:
         """What B states (B, d) become for every plane, and (B,) ||M h||^2 / D relative to calibration.
 
         The parameters complete the bound of a row: with `start` the base plus bias (plane 0) or the centre before,
 
             |logit_i - centre_i| <= rho_i (constant + sum_g radius_ig norm_g) + slack + |start| start_slack.
 
-        constant collects the errors of `planes.prepare` of all planes so far and delta ||h||. slack covers <mu, h>,
-        its addition to the bias, and underflow. start_slack covers float64 rounding (plane 0) or the float32 rounding
-        of the centre before (2^-24 relative, and 2^-150 in slack).
+        constant collects the errors of `planes.prepare` of all planes so far and delta ||h||. slack covers <mu, h> and
+        underflow. start_slack covers float64 rounding at plane 0. At plane p it covers the float32 rounding of all p
+        centres before, each 2^-24 of its own size: a centre is at most the last one plus what the planes between have
+        added, so p 2^-23 |start| and, in the constant, p 2^-23 times their reach are enough.
         """
         dims, width = self.transform.shape
         white, magnitude = kernels.score(Rows(self.transform, "float16"), h)
@@ -77,16 +78,18 @@ class ShadowBound:
             norms[:, g] = np.linalg.norm(white[:, part], axis=1) + np.linalg.norm(white_error[:, part], axis=1)
         norms = norms * INFLATE + ABSOLUTE
         base, base_magnitude = kernels.score(Rows(self.mean[None], "float32"), h)
-        slack = (score_error(width, base_magnitude[:, 0]) + RELATIVE * (np.abs(base[:, 0]) + bias_max)) * INFLATE
+        slack = score_error(width, base_magnitude[:, 0]) * INFLATE
         length = np.linalg.norm(h, axis=1) * INFLATE + ABSOLUTE
         constant = self.delta * length
+        between = np.zeros(len(h))  # reach of the planes after the first and before this one
         out = []
         for i, plane in enumerate(self.planes):
-            states, error = prepare(plane, white, white_error, norms)
+            states, error, reach = prepare(plane, white, white_error, norms)
             constant = (constant + error) * INFLATE
-            states.params[:, 2] = constant * INFLATE
+            states.params[:, 2] = (constant + i * 2.0**-23 * between) * INFLATE
+            between = between + (reach if i > 0 else 0.0)
             states.params[:, 7] = base[:, 0]
             states.params[:, 8] = slack + 2.0**-140
-            states.params[:, 9] = RELATIVE if i == 0 else 2.0**-23
+            states.params[:, 9] = RELATIVE if i == 0 else i * 2.0**-23
             out.append(states)
         return out, np.sum(white * white, axis=1) / dims / (self.energy or 1.0)

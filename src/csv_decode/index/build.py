@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bounds.planes import MAX_PLANES
 from ..kernels import default_threads
 from ..spec import Array, HeadSpec, as_states
 from . import Index
@@ -62,15 +63,15 @@ def build_index(
         raise ValueError(f"bounds is {bounds!r}, expected 'shadow', 'centroid' or ['centroid', 'shadow']")
     if len(chosen) == 2 and chosen != _BOUNDS:
         raise ValueError(f"bounds is {bounds!r}, but the coarse bound comes first: ['centroid', 'shadow']")
-    if not bits or any(not 0 < b <= 7 for b in bits):
-        raise ValueError(f"bits is {bits!r}, expected a few numbers above 0 and at most 7, one a plane")
+    if not 1 <= len(bits) <= MAX_PLANES or any(not 0 < b <= 7 for b in bits):
+        raise ValueError(f"bits is {bits!r}, expected 1 to {MAX_PLANES} numbers above 0 and at most 7, one a plane")
     if not (np.isfinite(ridge) and ridge > 0):
         raise ValueError(f"ridge is {ridge}, expected a positive number: it keeps the transform invertible")
     if clusters is not None and not 1 <= clusters <= spec.n_rows:
         raise ValueError(f"clusters is {clusters}, expected 1 to {spec.n_rows}")
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}, expected at least 1")
-    _check_finite(spec)
+    spec.require_finite()
     seed = secrets.randbits(31) if seed is None else seed
     threads = threads or default_threads()
     rng = np.random.default_rng(seed)
@@ -107,14 +108,3 @@ def build_index(
         verify_index(index, spec, threads=threads, progress=report("verifying"))
     settings["seconds"] = round(time.perf_counter() - started, 1)
     return index
-
-
-def _check_finite(spec: HeadSpec) -> None:
-    for first in range(0, spec.n_rows, 65536):
-        rows = spec.rows.float32(slice(first, min(first + 65536, spec.n_rows)))
-        bad = ~np.isfinite(rows).all(axis=1)
-        if bad.any():
-            raise ValueError(
-                f"{int(bad.sum())} rows of the weights hold NaN or infinity, the first is row "
-                f"{first + int(np.nonzero(bad)[0][0])}; no bound can be given for them"
-            )

@@ -85,6 +85,8 @@ def build_centroid(
             radius[c] = cluster_radius(rows[members], centroids[c])
             if spec.bias32 is not None:
                 bias[c] = spec.bias32[members].max()
-    if not (np.isfinite(centroids).all() and np.isfinite(radius).all()):
+    with np.errstate(over="ignore"):
+        radius32 = _up(radius)
+    if not (np.isfinite(centroids).all() and np.isfinite(radius32).all()):
         raise ValueError("the weights are too large for centroids in float32")
-    return CentroidBound(np.ascontiguousarray(centroids), _up(radius), bias, offsets), order
+    return CentroidBound(np.ascontiguousarray(centroids), radius32, bias, offsets), order

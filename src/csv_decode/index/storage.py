@@ -25,16 +25,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..bounds.centroid import CentroidBound
-from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, Plane
+from ..bounds.planes import Plane
 from ..bounds.shadow import ShadowBound
 from ..spec import Array, HeadSpec
 from . import Index
+from .structure import require_structure
 
 __all__ = ["IndexFileError", "load_index", "save"]
 
 FORMAT = "csv-decode index"
 VERSION = 1
 _TYPES = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "F16": np.float16, "U16": np.uint16, "U32": np.uint32}
+_CENTROID = ("centroids", "radius", "bias_max", "offsets")
+_SHADOW = ("mean", "transform", "rho")
+_PLANE = ("bits", "step", "radius_step", "words")
 Tensors = dict[str, NDArray[Any]]
 
 
@@ -47,13 +51,13 @@ def _tensors(index: Index) -> Tensors:
     if index.row_ids is not None:
         out["row_ids"] = index.row_ids
     if index.centroid is not None:
-        for name in ("centroids", "radius", "bias_max", "offsets"):
+        for name in _CENTROID:
             out[f"centroid.{name}"] = getattr(index.centroid, name)
     if index.shadow is not None:
-        for name in ("mean", "transform", "rho"):
+        for name in _SHADOW:
             out[f"shadow.{name}"] = getattr(index.shadow, name)
         for i, plane in enumerate(index.shadow.planes):
-            for name in ("bits", "step", "radius_step", "words"):
+            for name in _PLANE:
                 out[f"shadow.plane{i}.{name}"] = getattr(plane, name)
     return {name: np.ascontiguousarray(tensor) for name, tensor in out.items()}
 
@@ -118,34 +122,6 @@ def _open(path: Path) -> tuple[dict[str, str], Tensors]:
     return metadata, tensors
 
 
-class _Reader:
-    """Takes tensors out with their types and shapes checked."""
-
-    def __init__(self, path: Path, tensors: Tensors) -> None:
-        self.path = path
-        self.tensors = dict(tensors)
-
-    def fail(self, what: str) -> IndexFileError:
-        return IndexFileError(f"{self.path} is not a valid index: {what}; delete it and build it again")
-
-    def take(self, name: str, dtype: Any, shape: tuple[int | None, ...]) -> Any:
-        if name not in self.tensors:
-            raise self.fail(f"tensor {name} is missing")
-        tensor = self.tensors.pop(name)
-        fits = len(tensor.shape) == len(shape) and all(
-            want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-        )
-        if tensor.dtype != dtype or not fits:
-            raise self.fail(f"tensor {name} is {tensor.dtype} {tensor.shape}, expected {np.dtype(dtype)} {shape}")
-        if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
-            raise self.fail(f"tensor {name} holds NaN or infinity")
-        return tensor
-
-    def require(self, holds: Any, what: str) -> None:
-        if not bool(holds):
-            raise self.fail(what)
-
-
 def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = None) -> Index:
     """Maps an index file (no copy) and checks it: format, version, checksum, and every shape against the others.
 
@@ -158,12 +134,15 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
     metadata, tensors = _open(path)
     if FORMAT not in metadata:
         raise IndexFileError(f"{path} is a safetensors file but not an index (its metadata has no {FORMAT!r})")
-    read = _Reader(path, tensors)
+
+    def fail(what: str) -> IndexFileError:
+        return IndexFileError(f"{path} is not a valid index: {what}; delete it and build it again")
+
     try:
         about = json.loads(metadata[FORMAT])
         version, checksum, head = about["version"], about["sha256"], about["head"]
     except (KeyError, TypeError, ValueError) as error:
-        raise read.fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
+        raise fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
     if version != VERSION:
         raise IndexFileError(
             f"{path} has format version {version}, this program reads version {VERSION}; "
@@ -172,60 +151,50 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
     if checksum != _checksum(head, tensors):
         raise IndexFileError(f"{path} is damaged (its checksum does not match); delete it and build it again")
     try:
-        fingerprint, kind, n_rows = str(head["fingerprint"]), str(head["kind"]), int(head["n_rows"])
-        rows, width = (int(x) for x in head["shape"])
-        settings = dict(head["settings"])
-        scalars = head["shadow"]
-        delta, energy = (float(scalars["delta"]), float(scalars["energy"])) if scalars else (0.0, 0.0)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise read.fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
-    read.require(1 <= n_rows <= rows and width >= 1, f"shape ({rows}, {width}) with {n_rows} valid rows is impossible")
-    row_ids = None
-    if "row_ids" in tensors:
-        row_ids = read.take("row_ids", np.int64, (n_rows,))
-        read.require(np.array_equal(np.sort(row_ids), np.arange(n_rows)), "row_ids is not a permutation of the rows")
-    centroid = _read_centroid(read, n_rows, width) if "centroid.centroids" in tensors else None
-    shadow = _read_shadow(read, n_rows, width, delta, energy) if scalars else None
-    read.require(centroid is not None or shadow is not None, "it holds no bound")
-    read.require((centroid is None) == (row_ids is None), "row_ids and centroids come together")
-    read.require(not read.tensors, f"unknown tensors {sorted(read.tensors)}")
-    index = Index(fingerprint, kind, (rows, width), n_rows, row_ids, centroid, shadow, settings)
+        index = _assemble(head, tensors)
+    except KeyError as error:
+        raise fail(f"{error.args[0]} is missing") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
+    try:
+        if tensors:
+            raise ValueError(f"unknown tensors {sorted(tensors)}")
+        require_structure(index)
+    except ValueError as error:
+        raise fail(str(error)) from None
     if weight is not None:
         index.check(HeadSpec.of(weight))
     return index
 
 
-def _read_centroid(read: _Reader, n_rows: int, width: int) -> CentroidBound:
-    centroids = read.take("centroid.centroids", np.float32, (None, width))
-    count = len(centroids)
-    radius = read.take("centroid.radius", np.float32, (count,))
-    bias_max = read.take("centroid.bias_max", np.float32, (count,))
-    offsets = read.take("centroid.offsets", np.int64, (count + 1,))
-    read.require(
-        offsets[0] == 0 and offsets[-1] == n_rows and (np.diff(offsets) >= 0).all() and (radius >= 0).all(),
-        "cluster offsets or radii are impossible",
+def _assemble(head: Any, tensors: Tensors) -> Index:
+    """The index of a file, its arrays not looked at yet; takes the tensors that it uses out of `tensors`."""
+
+    def take(part: str, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: tensors.pop(f"{part}.{name}") for name in names}
+
+    rows, width = (int(x) for x in head["shape"])
+    scalars = head["shadow"]
+    centroid = shadow = None
+    if "centroid.centroids" in tensors:
+        centroid = CentroidBound(**take("centroid", _CENTROID))
+    if scalars is not None:
+        planes: list[Plane] = []
+        while f"shadow.plane{len(planes)}.words" in tensors:
+            planes.append(Plane(**take(f"shadow.plane{len(planes)}", _PLANE), interleaved=not planes))
+        shadow = ShadowBound(
+            **take("shadow", _SHADOW),
+            planes=tuple(planes),
+            delta=float(scalars["delta"]),
+            energy=float(scalars["energy"]),
+        )
+    return Index(
+        fingerprint=str(head["fingerprint"]),
+        kind=str(head["kind"]),
+        shape=(rows, width),
+        n_rows=int(head["n_rows"]),
+        row_ids=tensors.pop("row_ids", None),
+        centroid=centroid,
+        shadow=shadow,
+        settings=dict(head["settings"]),
     )
-    return CentroidBound(centroids, radius, bias_max, offsets)
-
-
-def _read_shadow(read: _Reader, n_rows: int, width: int, delta: float, energy: float) -> ShadowBound:
-    read.require(0 <= delta < math.inf and 0 <= energy < math.inf, f"delta {delta} or energy {energy} is impossible")
-    blocks = -(-width // BLOCK)
-    mean = read.take("shadow.mean", np.float32, (width,))
-    transform = read.take("shadow.transform", np.float16, (blocks * BLOCK, width))
-    rho = read.take("shadow.rho", np.uint16, (n_rows,))
-    read.require(((rho > 0) & (rho < 0x7F80)).all(), "a row scale is not positive and finite")
-    planes: list[Plane] = []
-    while f"shadow.plane{len(planes)}.words" in read.tensors:
-        name = f"shadow.plane{len(planes)}"
-        bits = read.take(f"{name}.bits", np.int32, (blocks,))
-        step = read.take(f"{name}.step", np.float32, (blocks,))
-        radius_step = read.take(f"{name}.radius_step", np.float32, (GROUPS,))
-        read.require(((bits >= 0) & (bits <= 7)).all(), f"{name} has bit widths outside 0 to 7")
-        read.require((step >= 0).all() and (radius_step > 0).all(), f"{name} has negative steps")
-        empty = Plane(bits, step, radius_step, np.zeros((0, 1), np.uint32), interleaved=not planes)
-        stored = n_rows if planes else -(-n_rows // INTERLEAVE) * INTERLEAVE
-        words = read.take(f"{name}.words", np.uint32, (stored, empty.words_per_row))
-        planes.append(Plane(bits, step, radius_step, words, interleaved=not planes))
-    read.require(planes, "the shadow bound has no plane")
-    return ShadowBound(mean, transform, rho, tuple(planes), delta, energy)

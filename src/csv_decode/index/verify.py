@@ -12,6 +12,7 @@ from ..bounds.rounding import INFLATE, RELATIVE, gamma
 from ..kernels import default_threads
 from ..spec import Array, HeadSpec
 from . import Index
+from .structure import require_structure
 
 __all__ = ["verify_index"]
 
@@ -36,8 +37,7 @@ def verify_index(
     """
     spec = HeadSpec.of(weight)
     index.check(spec)
-    if index.row_ids is not None and not np.array_equal(np.sort(index.row_ids), np.arange(spec.n_rows)):
-        raise ValueError("row_ids of the index is not a permutation of the rows; rebuild it")
+    require_structure(index)
     if index.centroid is not None:
         _verify_centroid(index, spec)
     if index.shadow is not None:
@@ -61,7 +61,8 @@ def _verify_centroid(index: Index, spec: HeadSpec) -> None:
         worst = int(np.argmax(distance))
         if not distance[worst] <= bound.radius[c]:
             raise _fail(int(rows[worst]), f"distance {distance[worst]!r} to its centroid, radius {bound.radius[c]!r}")
-        if spec.bias32 is not None and not spec.bias32[rows].max() <= bound.bias_max[c]:
+        highest = 0.0 if spec.bias32 is None else float(spec.bias32[rows].max())
+        if not highest <= bound.bias_max[c]:
             raise _fail(int(rows[0]), f"bias above its cluster's maximum {bound.bias_max[c]!r}")
 
 

@@ -37,6 +37,7 @@ from ..head import CertifiedHead
 from ..index import Index
 from ..index.build import build_index
 from ..index.storage import load_index
+from ..kernels import ieee
 from ..spec import Array, HeadSpec
 
 try:
@@ -83,7 +84,8 @@ def accelerate(
 
     Args:
         model: a causal language model of transformers, on the CPU. Accelerating it again replaces the index.
-        index: from `build_index`, or the path of a saved one. None: taken from the cache, built when not there.
+        index: from `build_index`, or the path of a saved one. None: the one built last for these weights, from the cache
+            (`csv-decode build` puts it there), or built now.
         calibration: what to build the index for: (N, d) hidden states, a text to run the model on, or the Path of such
             a text. None: text that the model writes itself. It decides how fast, never whether the answer is right.
         tokenizer: needed for a calibration text; without a text it lets the model start from varied openings.
@@ -250,6 +252,8 @@ class Accelerated:
         reason = self._moved(model)
         if reason:
             return reason
+        if not ieee():
+            return "subnormal numbers flushed to zero"
         if self.layer._forward_hooks or model._forward_hooks or nn.modules.module._global_forward_hooks:
             return "forward hook"  # it would see the sparse row, or change it
         if hidden.dim() != 3 or hidden.shape[1] != 1:
@@ -475,9 +479,13 @@ def _find_index(
 ) -> Index:
     if calibration is not None and not isinstance(calibration, (str, Path)):
         return build_index(spec, calibration, threads=threads, progress=progress)
-    from ..cache import get_index
+    from ..cache import get_index, newest_index
     from ..calibration import calibration_key, collect_states
 
+    if calibration is None:
+        found = newest_index(spec)
+        if found is not None:
+            return found[1]
     text = calibration.read_text(encoding="utf-8") if isinstance(calibration, Path) else calibration
 
     def collect() -> NDArray[np.float32]:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from ..bounds.planes import Plane, PlaneStates
 from ..spec import Rows
-from .native import NativeKernels, supported
+from .native import NativeKernels, ieee, supported
 from .reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
 
-__all__ = ["Kernels", "default_threads", "get_kernels", "simd_info"]
+__all__ = ["Kernels", "default_threads", "get_kernels", "ieee", "simd_info"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -41,7 +41,6 @@ class Kernels(Protocol):
         rows: Rows,
         bias: F32 | None,
         row_ids: I64 | None,
-        bias_max: float,
     ) -> Callable[[F64, int, int, int], list[Any]] | None:
         """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget) gives for each state ids,
         values, errors, whether they are the k best in proved order, rows scored, threshold, max_unopened, energy,

@@ -15,9 +15,14 @@ from ..spec import Rows
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
 
-__all__ = ["NativeKernels", "supported"]
+__all__ = ["NativeKernels", "ieee", "supported"]
 
 _ROW_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+def ieee() -> bool:
+    """Whether this thread computes in default IEEE mode: round to nearest, subnormal numbers kept."""
+    return bool(_native.ieee())
 
 
 def supported() -> list[str]:
@@ -44,7 +49,6 @@ class NativeKernels:
         rows: Rows,
         bias: NDArray[np.float32] | None,
         row_ids: NDArray[np.int64] | None,
-        bias_max: float,
     ) -> Callable[[NDArray[np.float64], int, int, int], list[Any]]:
         order = bias if bias is None or row_ids is None else np.ascontiguousarray(bias[row_ids])
         planes = []
@@ -58,7 +62,6 @@ class NativeKernels:
             _ROW_TYPES[rows.kind],
             bias,
             row_ids,
-            bias_max,
             bound.transform.view(np.uint16),
             bound.mean[None],
             group_edges(len(bound.transform)),

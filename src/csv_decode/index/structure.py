@@ -1,0 +1,83 @@
+"""What an index must look like before anything may be computed from it: used by whoever did not build it just now."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..bounds.centroid import CentroidBound
+from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, MAX_PLANES, Plane
+from ..bounds.shadow import ShadowBound
+from . import Index
+
+__all__ = ["require_structure"]
+
+
+def require_structure(index: Index) -> None:
+    """Raises ValueError, saying what is wrong, unless types, shapes and ranges of all arrays fit together."""
+    rows, width = index.shape
+    n = index.n_rows
+    _require(1 <= n <= rows and width >= 1, f"shape ({rows}, {width}) with {n} valid rows is impossible")
+    _require(index.centroid is not None or index.shadow is not None, "it holds no bound")
+    _require((index.centroid is None) == (index.row_ids is None), "row_ids and centroids come together")
+    if index.row_ids is not None:
+        _array("row_ids", index.row_ids, np.int64, (n,))
+        _require(np.array_equal(np.sort(index.row_ids), np.arange(n)), "row_ids is not a permutation of the rows")
+    if index.centroid is not None:
+        _centroid(index.centroid, n, width)
+    if index.shadow is not None:
+        _shadow(index.shadow, n, width)
+
+
+def _require(holds: Any, what: str) -> None:
+    if not bool(holds):
+        raise ValueError(what)
+
+
+def _array(name: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+    _require(
+        array.dtype == dtype and array.shape == shape,
+        f"{name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} {shape}",
+    )
+    _require(array.dtype.kind != "f" or np.isfinite(array).all(), f"{name} holds NaN or infinity")
+
+
+def _centroid(bound: CentroidBound, n: int, width: int) -> None:
+    count = len(bound.centroids)
+    _array("centroid.centroids", bound.centroids, np.float32, (count, width))
+    _array("centroid.radius", bound.radius, np.float32, (count,))
+    _array("centroid.bias_max", bound.bias_max, np.float32, (count,))
+    _array("centroid.offsets", bound.offsets, np.int64, (count + 1,))
+    _require(
+        bound.offsets[0] == 0 and bound.offsets[-1] == n and (np.diff(bound.offsets) >= 0).all(),
+        "cluster offsets are impossible",
+    )
+    _require((bound.radius >= 0).all(), "a cluster radius is negative")
+
+
+def _shadow(bound: ShadowBound, n: int, width: int) -> None:
+    blocks = -(-width // BLOCK)
+    _require(
+        0 <= bound.delta < math.inf and 0 <= bound.energy < math.inf,
+        f"delta {bound.delta} or energy {bound.energy} is impossible",
+    )
+    _array("shadow.mean", bound.mean, np.float32, (width,))
+    _array("shadow.transform", bound.transform, np.float16, (blocks * BLOCK, width))
+    _array("shadow.rho", bound.rho, np.uint16, (n,))
+    _require(((bound.rho > 0) & (bound.rho < 0x7F80)).all(), "a row scale is not positive and finite")
+    _require(1 <= len(bound.planes) <= MAX_PLANES, f"{len(bound.planes)} planes, expected 1 to {MAX_PLANES}")
+    for i, plane in enumerate(bound.planes):
+        _plane(f"shadow.plane{i}", plane, n, blocks, first=i == 0)
+
+
+def _plane(name: str, plane: Plane, n: int, blocks: int, first: bool) -> None:
+    _array(f"{name}.bits", plane.bits, np.int32, (blocks,))
+    _array(f"{name}.step", plane.step, np.float32, (blocks,))
+    _array(f"{name}.radius_step", plane.radius_step, np.float32, (GROUPS,))
+    _require(((plane.bits >= 0) & (plane.bits <= 7)).all(), f"{name} has bit widths outside 0 to 7")
+    _require((plane.step >= 0).all() and (plane.radius_step > 0).all(), f"{name} has negative steps")
+    _require(plane.interleaved == first, f"{name} is stored in the wrong order")
+    stored = -(-n // INTERLEAVE) * INTERLEAVE if first else n
+    _array(f"{name}.words", plane.words, np.uint32, (stored, plane.words_per_row))
