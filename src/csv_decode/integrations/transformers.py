@@ -84,8 +84,8 @@ def accelerate(
 
     Args:
         model: a causal language model of transformers, on the CPU. Accelerating it again replaces the index.
-        index: from `build_index`, or the path of a saved one. None: the one built last for these weights, from the cache
-            (`csv-decode build` puts it there), or built now.
+        index: from `build_index`, or the path of a saved one. None: the one built last for these weights, from the
+            cache (`csv-decode build` puts it there), or built now.
         calibration: what to build the index for: (N, d) hidden states, a text to run the model on, or the Path of such
             a text. None: text that the model writes itself. It decides how fast, never whether the answer is right.
         tokenizer: needed for a calibration text; without a text it lets the model start from varied openings.
