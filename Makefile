@@ -3,13 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DEMO_PROMPTS := "The capital of France is" "def fibonacci(n):" "Question: What is 12 times 11? Answer:" "Es war einmal"
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
 .PHONY: demo test evidence clean
 
 demo: $(VENV)/demo.ready
-	$(BIN)/csv-decode generate demo --compare -n 64 $(foreach p,$(DEMO_PROMPTS),-p $(p))
+	$(BIN)/csv-decode generate demo --compare -n 64 -p "The capital of France is" -p "def fibonacci(n):" \
+		-p "Question: What is 12 times 11? Answer:" -p "Es war einmal"
 
 test: $(VENV)/test.ready
 	$(BIN)/ruff check .
