@@ -334,8 +334,9 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
 
   std::unique_ptr<Scratch> scratch;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!idle_.empty()) {
+    // Only tried: a forked child may find it held by a thread that it does not have.
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && !idle_.empty()) {
       scratch = std::move(idle_.back());
       idle_.pop_back();
     }
@@ -370,8 +371,8 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     descend(kernels, threads, h + b * s.rows.width, states[static_cast<size_t>(b)], mine,
             upper + static_cast<int64_t>(i) * n_rows, std::move(leaders[i]), k, budget, &out[static_cast<size_t>(b)]);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (idle_.size() < 4) idle_.push_back(std::move(scratch));
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
   return out;
 }
 

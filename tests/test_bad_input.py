@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -47,7 +49,7 @@ def test_states_of_another_shape_or_type_are_refused(small: tuple, hidden: objec
 @pytest.mark.parametrize("k", [0, -1, 201, 1.5, "3", True, None])
 def test_k_out_of_range_is_refused(small: tuple, k: object) -> None:
     weight, states, index = small
-    with pytest.raises(ValueError, match=r"k is .*, expected"):
+    with pytest.raises(ValueError, match=r"k is .*, expected a whole number from 1 to 200"):
         cd.CertifiedHead(index, weight).top_k(states[0], k)  # type: ignore[arg-type]
 
 
@@ -82,6 +84,65 @@ def test_a_thread_that_flushes_subnormal_numbers_is_refused() -> None:
     head.top_k(states[0])
 
 
+def test_nothing_is_built_or_checked_in_such_a_thread() -> None:
+    torch = pytest.importorskip("torch")
+    weight, states = make_head(50, 8)
+    index = cd.build_index(weight, states, threads=1)
+    top = cd.CertifiedHead(index, weight).top_k(states[0])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        for call in (
+            lambda: cd.build_index(weight, states, threads=1),
+            lambda: cd.verify_index(index, weight),
+            lambda: cd.verify(top, states[0], weight),
+        ):
+            with pytest.raises(RuntimeError, match="IEEE arithmetic"):
+                call()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_weights_that_changed_since_the_spec_was_made_are_noticed() -> None:
+    weight, states = make_head(50, 8)
+    spec = cd.HeadSpec(weight)
+    index = cd.build_index(spec, states, threads=1)
+    weight[7] *= 5
+    with pytest.raises(cd.StaleIndexError):
+        cd.CertifiedHead(index, spec)
+
+
+def test_tensors_and_arrays_that_are_not_plain_numbers_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    for bad in (torch.ones(4, 3).to_sparse(), torch.ones(4, 3, device="meta"), torch.ones(4, 3, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=r"cannot be read|move it to the CPU|has dtype"):
+            cd.HeadSpec(bad)
+
+    class Special(torch.nn.Parameter):
+        pass
+
+    assert cd.HeadSpec(Special(torch.ones(4, 3))).n_rows == 4
+    with pytest.raises(ValueError, match="masked entries"):
+        cd.HeadSpec(np.ma.masked_array(np.ones((4, 3), np.float32), mask=np.eye(4, 3)))
+
+
+def test_numbers_of_numpy_are_as_good_as_pythons(tmp_path: Path) -> None:
+    weight, states = make_head(50, 8)
+    index = cd.build_index(
+        weight,
+        states,
+        bounds=("centroid", "shadow"),
+        seed=np.int64(2**40),  # type: ignore[arg-type]
+        bits=(np.float32(2),),  # type: ignore[arg-type]
+        ridge=np.float32(0.1),  # type: ignore[arg-type]
+        iterations=np.int64(2),  # type: ignore[arg-type]
+        spherical=np.True_,  # type: ignore[arg-type]
+        threads=np.int64(1),  # type: ignore[arg-type]
+    )
+    index.save(tmp_path / "x")
+    assert cd.load_index(tmp_path / "x", weight).settings == index.settings
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -92,9 +153,11 @@ def test_a_thread_that_flushes_subnormal_numbers_is_refused() -> None:
         ({"bias": np.zeros(3, np.float32)}, r"bias has shape \(3,\) and dtype float32, expected \(4,\)"),
         ({"bias": np.full(4, np.nan, np.float32)}, "bias has 4 NaN"),
         ({"scale": 0.0}, "scale is 0.0, expected a positive"),
+        ({"scale": "1"}, "scale is '1', expected a positive"),
+        ({"valid_rows": 2.5}, "valid_rows is 2.5, expected a whole number"),
         ({"scale": -1.0}, "scale is -1.0"),
         ({"softcap": np.inf}, "softcap is inf"),
-        ({"valid_rows": 5}, "valid_rows is 5, expected 1 to 4"),
+        ({"valid_rows": 5}, "valid_rows is 5, expected a whole number from 1 to 4"),
         ({"valid_rows": 0}, "valid_rows is 0"),
     ],
 )
@@ -110,11 +173,16 @@ def test_impossible_heads_are_refused(change: dict, message: str) -> None:
         ({"bounds": []}, "bounds is"),
         ({"bounds": ["shadow", "centroid"]}, "the coarse bound comes first"),
         ({"bits": ()}, "bits is"),
+        ({"bits": 2.5}, "bits is 2.5"),
+        ({"bounds": None}, "bounds is None"),
+        ({"threads": 0}, "threads is 0"),
+        ({"threads": 1.5}, "threads is 1.5"),
+        ({"seed": -1}, "seed is -1"),
         ({"bits": (0.0,)}, "bits is"),
         ({"bits": (9.0,)}, "bits is"),
         ({"bits": (1.0,) * 5}, "expected 1 to 4 numbers"),
         ({"ridge": 0.0}, "ridge is 0.0"),
-        ({"clusters": 51, "bounds": "centroid"}, "clusters is 51, expected 1 to 50"),
+        ({"clusters": 51, "bounds": "centroid"}, "clusters is 51, expected a whole number from 1 to 50"),
         ({"iterations": 0, "bounds": "centroid"}, "iterations is 0"),
         ({"calibration": np.zeros((3, 9), np.float32)}, r"shape \(3, 9\), expected \(B, 8\)"),
         ({"calibration": np.zeros((3, 8), np.float32)}, "calibration states are all zero"),
@@ -146,6 +214,8 @@ def test_an_index_of_other_weights_is_refused(small: tuple) -> None:
         ({"guarantee": "hopeful"}, "guarantee is 'hopeful'"),
         ({"budget": 0.0}, "budget is 0.0"),
         ({"budget": 1.1}, "budget is 1.1"),
+        ({"budget": "x"}, "budget is 'x'"),
+        ({"index": "path"}, "index is str, expected an Index"),
         ({"threads": 0}, "threads is 0"),
         ({"kernels": "mmx"}, "kernels 'mmx' are unknown"),
     ],
@@ -153,7 +223,7 @@ def test_an_index_of_other_weights_is_refused(small: tuple) -> None:
 def test_impossible_heads_options_are_refused(small: tuple, change: dict, message: str) -> None:
     weight, _, index = small
     with pytest.raises(ValueError, match=message):
-        cd.CertifiedHead(index, weight, **change)
+        cd.CertifiedHead(**{"index": index, "spec": weight, **change})
 
 
 def test_a_row_too_large_for_the_codes_is_refused() -> None:

@@ -251,6 +251,30 @@ def test_float64_and_strided_states_are_taken_as_they_are() -> None:
     assert head.top_k(wide[:, ::2], 4).ids[1].tolist() == want
 
 
+def test_a_head_can_be_copied_and_pickled() -> None:
+    import copy
+    import pickle
+
+    weight, states = make_head(300, 24)
+    head = cd.CertifiedHead(build(weight, states[:32]), weight, budget=0.5, kernels="generic", threads=1)
+    for twin in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert (twin.budget, twin.kernels.name, twin.kernels.threads) == (150, "generic", 1)
+        np.testing.assert_array_equal(twin.top_k(states[40:], 3).ids, head.top_k(states[40:], 3).ids)
+
+
+def test_a_child_forked_in_the_middle_of_a_step_does_not_hang() -> None:
+    import multiprocessing
+
+    weight, states = make_head(300, 24)
+    head = cd.CertifiedHead(build(weight, states[:32]), weight)
+    context = multiprocessing.get_context("fork")
+    with head._lock:  # as another thread would
+        child = context.Process(target=head.top_k, args=(states[40], 1))
+        child.start()
+    child.join(20)
+    assert child.exitcode == 0
+
+
 def test_threads_share_one_head() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

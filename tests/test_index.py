@@ -60,6 +60,27 @@ def test_the_same_seed_gives_the_same_index() -> None:
     assert build(weight, states, seed=None).settings["seed"] != build(weight, states, seed=None).settings["seed"]
 
 
+@pytest.mark.parametrize("width", [128, 97, 256])
+@pytest.mark.parametrize("bits", [(2.5, 2.0), (7.0, 7.0, 7.0, 7.0)])
+def test_heads_with_dead_columns_or_rows_are_built_like_others(width: int, bits: tuple) -> None:
+    """Rows that live in few dimensions: their radii elsewhere are nothing but rounding."""
+    rng = np.random.default_rng(width)
+    for seed in range(3):
+        weight = np.zeros((300, width), np.float32)
+        weight[:, :20] = rng.standard_normal((300, 20))
+        weight[rng.random(300) < 0.5] = 0
+        cd.verify_index(build(weight, None, seed=seed, bits=bits), weight)
+        onehot = np.eye(width, dtype=np.float32)
+        cd.verify_index(build(onehot, None, seed=seed, bits=bits), onehot)
+
+
+@pytest.mark.parametrize("ridge", [1e-12, 1e-4, 1e6])
+def test_any_ridge_gives_a_sound_index(ridge: float) -> None:
+    weight, states = make_head(100, 40)
+    states[:, 7] = 0
+    cd.verify_index(build(weight, states[:3], ridge=ridge), weight)
+
+
 def test_settings_and_progress_are_reported() -> None:
     weight, states = make_head(100, 24)
     seen: list[tuple[str, int, int]] = []

@@ -86,11 +86,6 @@ class Source:
         return bool(latest / 1e9 + _SETTLED_SECONDS < time.time())
 
 
-def _set_fingerprint(spec: HeadSpec, digest: str) -> None:
-    """Hands a spec the digest that it would compute. `cached_property` keeps its value in the instance's dict."""
-    spec.__dict__["fingerprint"] = digest
-
-
 def _recall_fingerprint(spec: HeadSpec, source: Source) -> None:
     """Fills in `spec.fingerprint`, from the cache where the files are those that were hashed before."""
     from importlib.metadata import version
@@ -100,9 +95,10 @@ def _recall_fingerprint(spec: HeadSpec, source: Source) -> None:
     file = cache_folder() / "fingerprints.json"
     known = _read_json(file).get(key)
     if isinstance(known, str) and re.fullmatch("[0-9a-f]{64}", known):
-        _set_fingerprint(spec, known)
+        spec.remember(known)
         return
-    digest = spec.fingerprint
+    digest = spec.digest()
+    spec.remember(digest)
     if source.settled():
         with _locked("fingerprints"):
             _write_json(file, _read_json(file) | {key: digest})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,8 @@ from .bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_erro
 from .certificate import Certificates, Statistics, TopK
 from .exact import rank
 from .index import Index
-from .kernels import get_kernels, ieee
-from .spec import Array, HeadSpec, as_states
+from .kernels import get_kernels, require_ieee
+from .spec import Array, HeadSpec, as_states, positive, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -27,6 +29,19 @@ I64 = NDArray[np.int64]
 #: A head of fewer weights than this fits in cache, and the dense product is the fast way.
 SMALL_HEAD = 1 << 18
 _SPARE_LEADERS = 8
+
+
+_heads: weakref.WeakSet[CertifiedHead] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Another thread may have held a head's lock when the process forked; it does not exist in the child."""
+    for head in _heads:
+        head._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass
@@ -83,8 +98,10 @@ class CertifiedHead:
         self.spec = HeadSpec.of(spec)
         if guarantee != "deterministic":
             raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic'")
-        if budget is not None and not 0 < budget <= 1:
-            raise ValueError(f"budget is {budget}, expected a share of the rows above 0 and at most 1, or None")
+        if budget is not None:
+            budget = positive("budget", budget, 1)
+        if index is not None and not isinstance(index, Index):
+            raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
         if index is None:
             self.spec.require_finite()
         else:
@@ -95,6 +112,7 @@ class CertifiedHead:
         self.kernels = get_kernels(kernels, threads)
         self.statistics = Statistics()
         self._lock = threading.Lock()
+        _heads.add(self)
         self._planes: list[Any] = []
         self._cascade = None
         if index is not None and index.shadow is not None:
@@ -108,6 +126,18 @@ class CertifiedHead:
                     bias = np.ascontiguousarray(bias[index.row_ids])
                 self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make a new head, with statistics of its own."""
+        budget = self.budget / self.spec.n_rows
+        return CertifiedHead, (
+            self.index,
+            self.spec,
+            self.kernels.threads,
+            self.guarantee,
+            budget,
+            self.kernels.name,
+        )
+
     def top_k(self, hidden: Array, k: int = 1, ties: bool = False) -> TopK:
         """The k largest logits of each state, exactly: larger logit first, then the smaller token id.
 
@@ -120,18 +150,11 @@ class CertifiedHead:
         Raises ValueError for k out of range, another width, an empty batch, NaN or infinity, and RuntimeError where the
         thread flushes subnormal numbers to zero or does not round to nearest: no certificate holds there.
         """
-        if not ieee():
-            raise RuntimeError(
-                "this thread flushes subnormal numbers to zero or does not round to nearest, and certificates hold in "
-                "IEEE arithmetic only; undo it, for example with torch.set_flush_denormal(False)"
-            )
+        require_ieee()
         started = time.perf_counter()
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-            raise ValueError(f"k is {k!r}, expected a whole number")
-        if not 1 <= k <= self.spec.n_rows:
-            raise ValueError(f"k is {k}, expected 1 to {self.spec.n_rows} (the valid rows of the head)")
+        k = whole("k", k, 1, self.spec.n_rows)
         h = as_states(hidden, self.spec.width)
-        steps = self._scan(h, int(k))
+        steps = self._scan(h, k)
         ids, logits, errors = [], [], np.zeros(len(h))
         for b, step in enumerate(steps):
             if step.ranked:
@@ -148,8 +171,8 @@ class CertifiedHead:
         with self._lock:
             self.statistics.add(certificates, time.perf_counter() - started)
         if ties:
-            return TopK(ids, logits, int(k), errors, certificates)
-        return TopK(np.stack(ids), np.stack(logits), int(k), errors, certificates)
+            return TopK(ids, logits, k, errors, certificates)
+        return TopK(np.stack(ids), np.stack(logits), k, errors, certificates)
 
     # The scan: which rows have to be scored, and what bounds the others.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "HeadSpec", "Rows", "as_states"]
+__all__ = ["Array", "HeadSpec", "Rows", "as_states", "positive", "whole"]
 
 Array = Any  # a numpy array or a torch tensor
 F64 = NDArray[np.float64]
@@ -20,15 +22,21 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
     """The same memory as numpy, and whether it holds bfloat16 as uint16 bit patterns."""
-    if type(array).__module__.split(".")[0] == "torch":
-        import torch
-
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
             raise ValueError(f"tensor is on {array.device}; move it to the CPU first")
-        array = array.detach()
-        if array.dtype == torch.bfloat16:
-            return array.view(torch.int16).numpy().view(np.uint16), True
-        return array.numpy(), False
+        try:
+            array = array.detach().resolve_neg()
+            if array.dtype == torch.bfloat16:
+                return array.view(torch.int16).numpy().view(np.uint16), True
+            return array.numpy(), False
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"a {type(array).__name__} of {array.dtype} ({array.layout}) cannot be read as numbers: {error}"
+            ) from None
+    if np.ma.is_masked(array):
+        raise ValueError("the array has masked entries; fill them first, since a mask has no meaning here")
     array = np.asarray(array)
     if array.dtype.name == "bfloat16":  # ml_dtypes
         return array.view(np.uint16), True
@@ -37,6 +45,29 @@ def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
 
 def _bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number from low to high, or a ValueError that names it."""
+    try:
+        number = operator.index(value)
+        if isinstance(value, (bool, np.bool_)) or not low <= number <= high:
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected a whole number from {low} to {high}") from None
+    return number
+
+
+def positive(name: str, value: Any, high: float = float("inf")) -> float:
+    """A finite number above 0 and at most high, or a ValueError that names it."""
+    try:
+        number = float(value)
+        if isinstance(value, (bool, str)) or not (0 < number <= high and np.isfinite(number)):
+            raise TypeError
+    except (TypeError, ValueError):
+        limit = "" if high == float("inf") else f" at most {high:g}"
+        raise ValueError(f"{name} is {value!r}, expected a positive finite number{limit}") from None
+    return number
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +114,9 @@ class HeadSpec:
         softcap: ``cap`` of ``cap * tanh(logit / cap)`` (Gemma 2), or None.
         valid_rows: rows at and beyond this number are padding and never returned; None: all are valid.
 
+    The weights must not change while a head or an index made of them is in use; `CertifiedHead` hashes them when it is
+    made (`accelerate` also watches them afterwards).
+
     Scale and cap are increasing, so they change no order; returned logits have them applied, in float64.
     """
 
@@ -108,12 +142,11 @@ class HeadSpec:
             bias = np.ascontiguousarray(_bf16_to_float32(data) if brain else data.astype(np.float32))
             if not np.isfinite(bias).all():
                 raise ValueError(f"bias has {int((~np.isfinite(bias)).sum())} NaN or infinite values")
-        if not (np.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale is {self.scale}, expected a positive finite number")
-        if self.softcap is not None and not (np.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap is {self.softcap}, expected a positive finite number or None")
-        if self.valid_rows is not None and not 1 <= self.valid_rows <= n_rows:
-            raise ValueError(f"valid_rows is {self.valid_rows}, expected 1 to {n_rows}")
+        object.__setattr__(self, "scale", positive("scale", self.scale))
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", positive("softcap", self.softcap))
+        if self.valid_rows is not None:
+            object.__setattr__(self, "valid_rows", whole("valid_rows", self.valid_rows, 1, n_rows))
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "bias32", bias)
 
@@ -153,7 +186,21 @@ class HeadSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over type, shape, valid rows, weights and bias: about half a second for a gigabyte."""
+        """`digest`, computed once. Weights that change in memory afterwards no longer have it."""
+        return self.digest()
+
+    def remember(self, digest: str) -> None:
+        """Takes the digest of the file that the weights have just been read from, so that they need not be hashed."""
+        self.__dict__["fingerprint"] = digest
+        self.__dict__["_remembered"] = True
+
+    @property
+    def remembered(self) -> bool:
+        """Whether the fingerprint came from `remember`."""
+        return "_remembered" in self.__dict__
+
+    def digest(self) -> str:
+        """SHA-256 over type, shape, valid rows, weights and bias as they are now: half a second for a gigabyte."""
         digest = hashlib.sha256(f"{self.rows.kind} {self.rows.shape} {self.n_rows}\n".encode())
         digest.update(self.rows.data.data)
         if self.bias32 is not None:

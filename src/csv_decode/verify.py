@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .certificate import TopK
+from .kernels import require_ieee
 from .spec import Array, HeadSpec, as_states
 
 __all__ = ["VerificationError", "VerificationReport", "verify"]
@@ -52,6 +53,7 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
 
     Returns a report, or raises VerificationError naming the state and the rows.
     """
+    require_ieee()
     spec = HeadSpec.of(spec)
     h = as_states(hidden, spec.width)
     n, width = spec.n_rows, spec.width

@@ -45,9 +45,10 @@ class Index:
         """Raises StaleIndexError unless the index was built for exactly these weights (their SHA-256 decides)."""
         mine = (self.kind, *self.shape, self.n_rows)
         yours = (spec.rows.kind, *spec.rows.shape, spec.n_rows)
-        if mine != yours or self.fingerprint != spec.fingerprint:
+        now = spec.fingerprint if spec.remembered else spec.digest()  # the weights as they are, not as they were
+        if mine != yours or self.fingerprint != now:
             raise StaleIndexError(
-                f"index was built for {_describe(self.fingerprint, *mine)}, not {_describe(spec.fingerprint, *yours)}; "
+                f"index was built for {_describe(self.fingerprint, *mine)}, not {_describe(now, *yours)}; "
                 "rebuild it with build_index (or: csv-decode build MODEL)"
             )
 

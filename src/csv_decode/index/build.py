@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds.planes import MAX_PLANES
-from ..kernels import default_threads
-from ..spec import Array, HeadSpec, as_states
+from ..kernels import require_ieee, thread_count
+from ..spec import Array, HeadSpec, as_states, positive, whole
 from . import Index
 from .centroid import build_centroid
 from .shadow import build_shadow
@@ -58,22 +58,27 @@ def build_index(
     """
     started = time.perf_counter()
     spec = HeadSpec.of(spec)
-    chosen = (bounds,) if isinstance(bounds, str) else tuple(bounds)
+    chosen = (bounds,) if isinstance(bounds, str) else tuple(bounds or ())
     if not chosen or len(set(chosen)) != len(chosen) or any(name not in _BOUNDS for name in chosen):
         raise ValueError(f"bounds is {bounds!r}, expected 'shadow', 'centroid' or ['centroid', 'shadow']")
     if len(chosen) == 2 and chosen != _BOUNDS:
         raise ValueError(f"bounds is {bounds!r}, but the coarse bound comes first: ['centroid', 'shadow']")
-    if not 1 <= len(bits) <= MAX_PLANES or any(not 0 < b <= 7 for b in bits):
-        raise ValueError(f"bits is {bits!r}, expected 1 to {MAX_PLANES} numbers above 0 and at most 7, one a plane")
-    if not (np.isfinite(ridge) and ridge > 0):
-        raise ValueError(f"ridge is {ridge}, expected a positive number: it keeps the transform invertible")
-    if clusters is not None and not 1 <= clusters <= spec.n_rows:
-        raise ValueError(f"clusters is {clusters}, expected 1 to {spec.n_rows}")
-    if iterations < 1:
-        raise ValueError(f"iterations is {iterations}, expected at least 1")
+    try:
+        bits = tuple(positive("bits", b, 7) for b in bits)
+        if not 1 <= len(bits) <= MAX_PLANES:
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"bits is {bits!r}, expected 1 to {MAX_PLANES} numbers above 0 and at most 7, one a plane"
+        ) from None
+    ridge = positive("ridge", ridge)  # it keeps the transform invertible
+    if clusters is not None:
+        clusters = whole("clusters", clusters, 1, spec.n_rows)
+    iterations = whole("iterations", iterations, 1, 1000)
+    seed = secrets.randbits(31) if seed is None else whole("seed", seed, 0, 2**63 - 1)
+    threads = thread_count(threads)
+    require_ieee()
     spec.require_finite()
-    seed = secrets.randbits(31) if seed is None else seed
-    threads = threads or default_threads()
     rng = np.random.default_rng(seed)
 
     def report(stage: str) -> Callable[[int, int], None]:
@@ -82,8 +87,10 @@ def build_index(
     settings: dict[str, Any] = {"bounds": list(chosen), "seed": seed}
     row_ids, centroid, shadow = None, None, None
     if "centroid" in chosen:
-        centroid, row_ids = build_centroid(spec, clusters, iterations, spherical, seed, report("clustering"), threads)
-        settings |= {"clusters": len(centroid.radius), "iterations": iterations, "spherical": spherical}
+        centroid, row_ids = build_centroid(
+            spec, clusters, iterations, bool(spherical), seed, report("clustering"), threads
+        )
+        settings |= {"clusters": len(centroid.radius), "iterations": iterations, "spherical": bool(spherical)}
     if "shadow" in chosen:
         states = np.eye(spec.width) if calibration is None else as_states(calibration, spec.width)
         if not states.any():

@@ -58,7 +58,7 @@ def build_centroid(
             width,
             count,
             niter=1,
-            seed=seed,
+            seed=seed % 2**31,
             spherical=spherical,
             min_points_per_centroid=1,
             max_points_per_centroid=256,

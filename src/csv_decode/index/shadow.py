@@ -25,15 +25,14 @@ _LOSS = np.array([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0
 _CHUNK = 8192
 _SAMPLE = 8192
 _LARGEST = 2.0**120
-_SLACK = 2.0**-30  # of a row's norm: far above the rounding of the solve, far below a radius
 
 
 def whitening(states: F64, ridge: float) -> tuple[F64, F64]:
     """M = (L + ridge)^(-1/2) U^T from calibration states (N, d), and its inverse transposed; most energy first."""
     eigenvalues, vectors = np.linalg.eigh(states.T @ states / len(states))
     eigenvalues, vectors = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
-    mean = eigenvalues.mean()
-    spread = np.sqrt(eigenvalues + ridge * (mean if mean > 0 else 1.0))
+    spread = eigenvalues + ridge * (eigenvalues.mean() or 1.0)
+    spread = np.sqrt(np.maximum(spread, spread.max() * 2.0**-20))  # or float16 could not hold M beside its largest row
     return (vectors / spread).T, (vectors * spread).T
 
 
@@ -119,17 +118,24 @@ def _bf16(bits: NDArray[np.uint16]) -> F64:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
-def _radii(rest: F64, x: F64, rho: F64, radius_step: NDArray[np.float32]) -> F64:
-    """Radii (n, GROUPS) as whole numbers: the smallest with radius * radius_step_g * rho >= ||rest_g||. The slack
-    covers float64 here and in `verify_index`, which may solve for a slightly different x."""
-    unit = rho[:, None] * radius_step.astype(np.float64)
-    return np.ceil((_group_norms(rest) + _SLACK * _group_norms(x)) * (1 + _SLACK) / unit)
+def solve_transform(transform: NDArray[np.float16], width: int) -> tuple[F64, float]:
+    """S (width, D) with ``x = w S`` solving ``M^T x = w`` for the stored M, and a bound on M's condition number."""
+    stored = transform[:width].astype(np.float64)
+    solve = np.zeros((width, len(transform)))
+    solve[:, :width] = np.linalg.inv(stored.T).T
+    return solve, float(np.linalg.norm(stored) * np.linalg.norm(solve))
+
+
+class _UncodableError(Exception):
+    """Position of a row whose rest fits no radius at any row scale."""
 
 
 class _Coder:
     """Turns white rows x (n, D) into codes, row scales and radii."""
 
-    def __init__(self, sample: F64, budgets: tuple[float, ...]) -> None:
+    def __init__(self, sample: F64, budgets: tuple[float, ...], condition: float) -> None:
+        # Of the norm of x: what another solve (another BLAS, in `verify_index`) may differ by, and then some.
+        self.slack = 2.0**-46 * condition
         rho = self._first_scale(sample)
         self.typical = float(np.median(rho[rho > 0])) if (rho > 0).any() else 1.0
         rest = sample / np.maximum(rho, self.typical * 2.0**-8)[:, None]
@@ -143,10 +149,18 @@ class _Coder:
         _, _, rests, scale = self._attempt(sample, self._scales(sample))
         limits = self._attempt(np.zeros((1, sample.shape[1])), np.ones(1))[2]
         for i, (r, limit) in enumerate(zip(rests, limits, strict=True)):
-            high = np.quantile(_group_norms(r) / scale[:, None], 0.999, axis=0) * 1.02
-            unit = np.maximum(high, _group_norms(limit)[0] * 1.001) / 254
-            unit = np.where(unit > 0, unit, 1.0)
+            high = np.quantile(self._needed(i, r, sample, scale) / scale[:, None], 0.999, axis=0) * 1.02
+            lowest = self._needed(i, limit, np.zeros((1, sample.shape[1])), np.ones(1))[0] * 1.001
+            unit = np.maximum(high, lowest) / 254
+            unit = np.maximum(unit, unit.max() * 2.0**-20)
             self.radius_steps[i] = np.nextafter(unit.astype(np.float32), np.float32(np.inf))
+
+    def _needed(self, plane: int, rest: F64, x: F64, scale: F64) -> F64:
+        """What the radii (n, GROUPS) must cover: the rest, and the float64 rounding of it that `verify_index` allows
+        for, here and there."""
+        size = np.sqrt(np.sum(x**2, axis=1))
+        reach = sum(float(np.linalg.norm(q.step * 2.0**q.bits)) for q in self.quantisers[: plane + 1])
+        return _group_norms(rest) + (self.slack * size + 2.0**-44 * scale * reach)[:, None]
 
     @staticmethod
     def _first_scale(x: F64) -> F64:
@@ -171,7 +185,8 @@ class _Coder:
             c, xc = quantiser.code(rest / scale[:, None])
             rest = rest - scale[:, None] * xc
             codes.append(c)
-            radii.append(_radii(rest, x, scale, unit))
+            need = self._needed(len(codes) - 1, rest, x, scale)
+            radii.append(np.ceil(need * INFLATE / (scale[:, None] * unit.astype(np.float64)) * INFLATE))
             rests.append(rest)
         return codes, radii, rests, scale
 
@@ -181,16 +196,17 @@ class _Coder:
         rho = np.maximum(self._scales(x), lowest)
         codes, radii, _, scale = self._attempt(x, rho)
         for _ in range(300):
-            over = np.nonzero(np.max([r.max(axis=1) for r in radii], axis=0) > 255)[0]
-            if not len(over):
+            over = np.nonzero(~(np.max([r.max(axis=1) for r in radii], axis=0) <= 255))[0]
+            if not len(over) or not np.isfinite(scale).all():
                 break
             rho[over] = scale[over] * 1.5
             again = self._attempt(x[over], rho[over])
             for i in range(len(codes)):
                 codes[i][over], radii[i][over] = again[0][i], again[1][i]
             scale[over] = again[3]
-        else:
-            raise AssertionError("a radius does not fit its byte at any row scale")
+        fits = np.isfinite(scale) & (np.max([r.max(axis=1) for r in radii], axis=0) <= 255)
+        if not fits.all():
+            raise _UncodableError(int(np.argmin(fits)))
         return codes, [r.astype(np.uint8) for r in radii], scale
 
 
@@ -236,10 +252,10 @@ def build_shadow(
     transform = full.astype(np.float16)
 
     # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
-    stored = transform[:width].astype(np.float64)
-    solve = np.linalg.inv(stored.T).T  # x = (w - mu) @ solve
+    stored = transform.astype(np.float64)
+    solve, condition = solve_transform(transform, width)
     stored_norm, mean_norm = float(np.linalg.norm(stored)), float(np.linalg.norm(mean.astype(np.float64)))
-    coder = _Coder(np.pad(centred[usual] @ solve, ((0, 0), (0, dims - width))), bits)
+    coder = _Coder(centred[usual] @ solve, bits, condition)
 
     planes = [
         Plane(q.bits, q.step, unit, np.zeros(0, np.uint32), interleaved=i == 0)
@@ -266,7 +282,14 @@ def build_shadow(
         delta = np.linalg.norm(centred - x @ stored, axis=1)
         delta += g * (np.linalg.norm(w, axis=1) + mean_norm + stored_norm * np.linalg.norm(x, axis=1))
         delta *= INFLATE
-        codes, radii, scale = coder(np.pad(x, ((0, 0), (0, dims - width))), delta * 2.0**20)
+        try:
+            codes, radii, scale = coder(x, delta * 2.0**20)
+        except _UncodableError as error:
+            row = error.args[0]
+            raise ValueError(
+                f"row {ids[first + row]} of the weights (norm {np.linalg.norm(w[row]):.3g}) cannot be coded beside the "
+                "others; its numbers are too far from theirs"
+            ) from None
         rho_bits[first:last] = _round_bf16_up(scale)
         for i, plane in enumerate(planes):
             packed = plane.pack(codes[i], radii[i])

@@ -126,7 +126,8 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
     """Maps an index file (no copy) and checks it: format, version, checksum, and every shape against the others.
 
     With `weight` (a `HeadSpec` or a bare weight), also that it was built for exactly these weights. Without, the head
-    that uses it checks. The checksum guards against damage, not against a forger: `verify_index` does that.
+    that uses it checks. The checksum guards against damage, not against a forger: `verify_index` does that. The file
+    must not be truncated or written to while the index is in use: it is mapped, and the system would end the process.
 
     Raises FileNotFoundError, IndexFileError or StaleIndexError.
     """
@@ -141,11 +142,11 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
     try:
         about = json.loads(metadata[FORMAT])
         version, checksum, head = about["version"], about["sha256"], about["head"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise fail(f"its metadata is malformed ({type(error).__name__}: {error})") from None
     if version != VERSION:
         raise IndexFileError(
-            f"{path} has format version {version}, this program reads version {VERSION}; "
+            f"{path} has format version {version!r}, this program reads version {VERSION}; "
             "build it again with: csv-decode build MODEL"
         )
     if checksum != _checksum(head, tensors):

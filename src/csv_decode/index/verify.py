@@ -9,9 +9,10 @@ import numpy as np
 
 from ..bounds.planes import BLOCK, group_edges
 from ..bounds.rounding import INFLATE, RELATIVE, gamma
-from ..kernels import default_threads
+from ..kernels import require_ieee, thread_count
 from ..spec import Array, HeadSpec
 from . import Index
+from .shadow import solve_transform
 from .structure import require_structure
 
 __all__ = ["verify_index"]
@@ -35,13 +36,14 @@ def verify_index(
 
     Raises StaleIndexError for other weights and ValueError naming the first row whose bound does not hold.
     """
+    require_ieee()
     spec = HeadSpec.of(weight)
     index.check(spec)
     require_structure(index)
     if index.centroid is not None:
         _verify_centroid(index, spec)
     if index.shadow is not None:
-        _verify_shadow(index, spec, threads or default_threads(), progress or (lambda done, total: None))
+        _verify_shadow(index, spec, thread_count(threads), progress or (lambda done, total: None))
 
 
 def _fail(row: int, what: str) -> ValueError:
@@ -73,8 +75,11 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
     n, width = len(ids), spec.width
     dims = bound.transform.shape[0]
     stored = bound.transform.astype(np.float64)
-    # Any x will do, so how it is found needs no trust: this one makes delta small.
-    solve = np.linalg.pinv(stored)
+    # Any x will do, so how it is found needs no trust.
+    try:
+        solve, _ = solve_transform(bound.transform, width)
+    except np.linalg.LinAlgError:
+        raise ValueError("the transform of the index is singular; the index is damaged, rebuild it") from None
     rho = (bound.rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     if not (rho > 0).all() or not np.isfinite(rho).all():
         raise _fail(int(ids[int(np.argmin(rho > 0))]), "its row scale is not positive")

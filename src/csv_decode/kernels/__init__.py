@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bounds.planes import Plane, PlaneStates
-from ..spec import Rows
+from ..spec import Rows, whole
 from .native import NativeKernels, ieee, supported
 from .reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
 
-__all__ = ["Kernels", "default_threads", "get_kernels", "ieee", "simd_info"]
+__all__ = ["Kernels", "default_threads", "get_kernels", "ieee", "require_ieee", "simd_info", "thread_count"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -31,6 +31,7 @@ class Kernels(Protocol):
     """What a step needs. V rows, d width, B states, n chosen rows."""
 
     name: str
+    threads: int
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> Any:
         """Checks a plane once and returns the handle that `screen` and `refine` take. rho (V,) is bfloat16."""
@@ -71,6 +72,20 @@ def default_threads() -> int:
         return os.cpu_count() or 1
 
 
+def thread_count(threads: int | None) -> int:
+    """The number asked for, at most 256; None: `default_threads`."""
+    return default_threads() if threads is None else min(whole("threads", threads, 1, 2**31 - 1), 256)
+
+
+def require_ieee() -> None:
+    """Raises RuntimeError in a thread whose arithmetic is not what the proofs are about."""
+    if not ieee():
+        raise RuntimeError(
+            "this thread flushes subnormal numbers to zero or does not round to nearest, and certificates hold in IEEE "
+            "arithmetic only; undo it, for example with torch.set_flush_denormal(False)"
+        )
+
+
 def _chosen() -> str:
     names = supported()
     forced = os.environ.get("CSV_DECODE_SIMD")
@@ -86,13 +101,12 @@ def _chosen() -> str:
 def get_kernels(name: str | None = None, threads: int | None = None) -> Kernels:
     """Kernels by name: generic, avx2, avx512 or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
     name = name or _chosen()
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}, expected at least 1")
+    count = thread_count(threads)
     if name == "reference":
         return ReferenceKernels()
     if name not in supported():
         raise ValueError(f"kernels {name!r} are unknown or cannot run here; there are {', '.join(supported())}")
-    return NativeKernels(name, threads or default_threads())
+    return NativeKernels(name, count)
 
 
 def simd_info() -> dict[str, Any]:

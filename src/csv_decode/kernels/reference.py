@@ -61,14 +61,17 @@ class ReferenceKernels:
         codes, radii = bound.plane.unpack(words)
         q = 256 * states.hi[b].astype(np.int64) + states.lo[b]
         dot = (codes.astype(np.int64) @ q).astype(np.float64)
-        half_scale, offset, constant, n0, n1, n2, n3, _, slack, start_slack = states.params[b]
         r = radii.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._finish(rho, dot, r, start, states.params[b])
+
+    @staticmethod
+    def _finish(rho: F64, dot: F64, r: F64, start: F64, params: F64) -> tuple[F32, F32]:
+        half_scale, offset, constant, n0, n1, n2, n3, _, slack, start_slack = params
         along = rho * (half_scale * ((dot + dot) - offset))
         radius = rho * (constant + ((r[:, 0] * n0 + r[:, 1] * n1) + (r[:, 2] * n2 + r[:, 3] * n3)))
         mid = start + along
-        with np.errstate(over="ignore"):
-            centre = mid.astype(np.float32)
-        return centre, _round_up((mid + radius) + (slack + np.abs(start) * start_slack))
+        return mid.astype(np.float32), _round_up((mid + radius) + (slack + np.abs(start) * start_slack))
 
     def screen(self, plane: _Bound, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         n = len(plane.rho)
