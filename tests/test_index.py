@@ -70,6 +70,9 @@ def test_heads_with_dead_columns_or_rows_are_built_like_others(width: int, bits:
         weight[:, :20] = rng.standard_normal((300, 20))
         weight[rng.random(300) < 0.5] = 0
         cd.verify_index(build(weight, None, seed=seed, bits=bits), weight)
+        weight[: 60 + seed] = 0
+        weight[60 + seed] = 1e30  # one row far from nothing
+        cd.verify_index(build(weight[:61], None, seed=seed, bits=bits), weight[:61])
         onehot = np.eye(width, dtype=np.float32)
         cd.verify_index(build(onehot, None, seed=seed, bits=bits), onehot)
 

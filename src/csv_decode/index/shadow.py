@@ -228,11 +228,11 @@ def build_shadow(
     def wide(rows: NDArray[np.int64]) -> F64:
         return spec.rows.float32(rows).astype(np.float64)
 
-    # The mean of ordinary rows: a few huge ones must not move it.
+    # The mean and spread of ordinary rows: a few huge ones must not move them, and rows of zeros must not hide the rest.
     sample_ids = np.sort(rng.choice(ids, min(n, _SAMPLE), replace=False))
     sample = wide(sample_ids)
     lengths = np.linalg.norm(sample, axis=1)
-    usual = lengths <= 8 * np.median(lengths)
+    usual = lengths <= 8 * np.median(lengths[lengths > 0]) if lengths.any() else lengths == 0
     mean = sample[usual].mean(axis=0).astype(np.float32)
     centred = sample - mean
 
