@@ -165,7 +165,7 @@ def get_index(
 
     Args:
         spec: the `HeadSpec`, or a bare weight.
-        collect: called without arguments for the calibration states, only if the index has to be built.
+        collect: called without arguments for the calibration states, only if a shadow bound has to be built.
         bounds, progress: as for `build_index`.
         key: names the calibration, so that another one is another index (`csv_decode.calibration.calibration_key`).
         source: the file or folder that the weights in memory were read from, unchanged since. Its digest is remembered,
@@ -189,19 +189,27 @@ def get_index(
         if not rebuild or (path.exists() and path.stat().st_mtime > started):
             index = _load(path, spec)
         if index is None:
-            index = build_index(spec, collect(), bounds=bounds, progress=progress, **(build or {}))
+            states = collect() if "shadow" in bounds else None  # the centroid bound knows only the weights
+            index = build_index(spec, states, bounds=bounds, progress=progress, **(build or {}))
             index.save(path)
             index = load_index(path, spec)  # mapped, not held in memory twice
     return index
 
 
-def newest_index(spec: HeadSpec | Array, source: Source | None = None) -> tuple[Path, Index] | None:
-    """The index built last for these weights, whatever its settings, or None."""
+def newest_index(
+    spec: HeadSpec | Array, source: Source | None = None, *, shadow_first: bool = True
+) -> tuple[Path, Index] | None:
+    """The index built last for these weights, whatever its settings, or None. With `shadow_first`, one that has only
+    the centroid bound (which reads nearly all of a real head) is taken when there is no other."""
     spec = HeadSpec.of(spec)
     if source is not None and "fingerprint" not in spec.__dict__:
         _recall_fingerprint(spec, source)
     files = (cache_folder() / "indexes").glob(f"{spec.fingerprint[:16]}-*.safetensors")
-    for path in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+
+    def rank(file: Path) -> tuple[bool, float]:
+        return shadow_first and f"-{_bounds_name('centroid')}-" not in file.name, file.stat().st_mtime
+
+    for path in sorted(files, key=rank, reverse=True):
         index = _load(path, spec)
         if index is not None:
             return path, index

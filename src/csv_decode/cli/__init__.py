@@ -1,4 +1,4 @@
-"""The command line: `csv-decode build | generate | verify | cache | info`.
+"""The command line: `csv-decode build | generate | verify | bench | advise | cache | info`.
 
 Commands are thin. Results go to stdout, progress and notes to stderr. Exit status: 0; 1 for an error or a check that
 fails; 2 for wrong usage; 130 when interrupted. Heavy imports wait until a command needs them.
@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .advise import advise
+from .bench import bench
 from .build import build
 from .generate import generate
 from .manage import cache, info
@@ -89,7 +91,7 @@ def _main(
     speak(bool(os.environ.get("CSV_DECODE_DEBUG")))
 
 
-for _command in (build, generate, verify, cache, info):
+for _command in (build, generate, verify, bench, advise, cache, info):
     app.command()(_command)
 
 

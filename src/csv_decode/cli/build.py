@@ -111,7 +111,7 @@ def build(
     if path is None:
         from ..cache import newest_index
 
-        newest = newest_index(opened.spec)
+        newest = newest_index(opened.spec, shadow_first=False)
         assert newest is not None
         path = newest[0]
     spec, stored = opened.spec, os.path.getsize(path)

@@ -228,7 +228,7 @@ def build_shadow(
     def wide(rows: NDArray[np.int64]) -> F64:
         return spec.rows.float32(rows).astype(np.float64)
 
-    # The mean and spread of ordinary rows: a few huge ones must not move them, and rows of zeros must not hide the rest.
+    # Mean and spread of ordinary rows: a few huge ones must not move them, nor rows of zeros hide the rest.
     sample_ids = np.sort(rng.choice(ids, min(n, _SAMPLE), replace=False))
     sample = wide(sample_ids)
     lengths = np.linalg.norm(sample, axis=1)

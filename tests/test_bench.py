@@ -1,0 +1,261 @@
+"""`csv-decode bench` and `csv-decode advise` on a tiny model: what they count and say, never how long it took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import csv_decode as cd
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from csv_decode.bench import machine, peers, run, states, steps  # noqa: E402
+from csv_decode.calibration import OPENINGS  # noqa: E402
+from csv_decode.cli import app  # noqa: E402
+from csv_decode.models import load_model  # noqa: E402
+
+from .conftest import make_head  # noqa: E402
+from .tiny import VOCABULARY, WIDTH, save_tiny, tiny_model, tiny_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("cascade")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def index_file(folder: Path, tmp_path: Path) -> Path:
+    weight = load_model(str(folder)).model.get_output_embeddings().weight
+    path = tmp_path / "tiny.index"
+    cd.build_index(weight, seed=0).save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache of its own, a small sweep of the processor's cache, and torch's threads as they were."""
+    monkeypatch.setenv("CSV_DECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CSV_DECODE_DEBUG", raising=False)
+    monkeypatch.setattr(machine, "_LEAST_SWEEP", 1 << 12)
+    monkeypatch.setattr(machine, "_MOST_SWEEP", 1 << 12)
+    threads = torch.get_num_threads()
+    yield
+    peers.set_threads(threads)
+
+
+def command(*args: Any, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == status, result.output + repr(result.exception)
+    assert "Traceback" not in result.output
+    assert "\x1b" not in result.output, "control codes without a terminal"
+    return result
+
+
+# The command
+
+
+def test_bench_measures_every_case_and_writes_tables_figures_and_pictures(
+    folder: Path, index_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, pictures = tmp_path / "figures.json", tmp_path / "deep" / "pictures"
+    options = ["--states", 6, "--k", "1,3", "--batch", "1,4", "--threads", "1", "--quick", "--index", index_file]
+    result = command("bench", folder, *options, "--json", file, "--plots", pictures)
+    report = json.loads(file.read_text())
+    ours = [f for f in report["figures"] if f["method"] == run.OURS]
+    assert [(f["k"], f["batch"], f["states"]) for f in ours] == [(1, 1, 6), (3, 1, 6), (1, 4, 4)]
+    assert report["wrong"] == 0
+    assert report["compared"] == 16
+    assert "16 answers of ours compared with the exact ones, 0 differ" in result.stdout
+    assert report["kind"] == "real"
+    assert "RANDOM" not in result.stdout
+    for name in ("torch float32", "torch bfloat16"):
+        assert name in result.stdout
+        assert [f["exact"] for f in report["figures"] if f["method"] == name] == [False] * 3
+    assert set(report["machine"]["versions"]) >= {"python", "torch", "csv-decode"}
+    assert {path.name for path in pictures.iterdir()} == {
+        "time_by_k.png", "time_by_batch.png", "survivors.png", "bytes_by_stage.png"
+    }  # fmt: skip
+    for path in pictures.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_without_quick_sweeps_v_and_has_the_papers_bound(
+    folder: Path, index_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    faiss = pytest.importorskip("faiss")
+    assert faiss
+    monkeypatch.setattr("csv_decode.calibration.collect_states.__defaults__", (None, None, 64, 0, None))
+    file = tmp_path / "figures.json"
+    options = ["--states", 3, "--k", 2, "--batch", 1, "--threads", 1, "--index", index_file]
+    result = command("bench", folder, *options, "--json", file, "--plots", tmp_path)
+    report = json.loads(file.read_text())
+    sizes = [f["rows"] for f in report["against_v"] if f["method"] == run.OURS]
+    assert sizes == [VOCABULARY // 4, VOCABULARY // 2, VOCABULARY]
+    assert set(report["fit"][run.OURS]) == {"ms", "ms_per_million_rows"}
+    (centroid,) = (f for f in report["figures"] if f["method"] == run.CENTROID)
+    assert (centroid["wrong"], centroid["states"]) == (0, 1)
+    assert "Time against V" in result.stdout
+    assert (tmp_path / "time_by_v.png").exists()
+
+
+def test_random_states_are_called_random(folder: Path, index_file: Path) -> None:
+    options = ["--states", 2, "--k", 1, "--batch", 1, "--threads", 1, "--quick", "--index", index_file]
+    assert "RANDOM" in command("bench", folder, *options, "--random").stdout
+
+
+def test_a_wrong_answer_of_ours_makes_the_status_1(
+    folder: Path, index_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "exact_ids", lambda spec, h, k, progress=None: np.full((len(h), k), -1))
+    options = ["--states", 2, "--k", 1, "--batch", 1, "--threads", 1, "--quick", "--index", index_file]
+    result = command("bench", folder, *options, status=1)
+    assert "2 of 2 answers of the certified head differ from the exact ones" in result.stderr
+
+
+@pytest.mark.parametrize("option", [["--k", "1,x"], ["--batch", "0"], ["--threads", ""], ["--k", VOCABULARY + 1]])
+def test_numbers_that_make_no_sense_are_usage_errors(folder: Path, index_file: Path, option: list[Any]) -> None:
+    command("bench", folder, "--index", index_file, *option, status=2)
+
+
+def test_a_file_that_could_not_be_written_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
+    command("bench", folder, "--json", tmp_path / "missing" / "figures.json", status=2)
+
+
+# The measurement
+
+
+def test_stages_add_up_to_the_bytes_read_and_exact_rows_are_what_the_certificate_says() -> None:
+    weight, h = make_head(2000, 64)
+    head = cd.CertifiedHead(cd.build_index(weight, h, seed=0), weight)
+    for batch in (1, 5):
+        found = head.top_k(h[:batch], 3).certificates
+        stages = run.bytes_by_stage(head, found)
+        assert list(stages) == ["transform", "plane 0", "plane 1", "exact rows"]
+        np.testing.assert_allclose(sum(stages.values()), found.bytes_read, rtol=1e-12)
+        np.testing.assert_allclose(stages["exact rows"], found.rows_scored * 64 * 4, atol=1)
+
+
+def test_stages_of_a_fallback_are_the_dense_product() -> None:
+    weight, h = make_head(2000, 64)
+    index = cd.build_index(weight, h, seed=0)
+    head = cd.CertifiedHead(index, weight, budget=1e-9)
+    found = head.top_k(h[:2], 1).certificates
+    assert found.fallback == ["budget"] * 2
+    stages = run.bytes_by_stage(head, found)
+    np.testing.assert_allclose(sum(stages.values()), found.bytes_read, rtol=1e-12)
+    assert (stages["dense product"] >= weight.nbytes / 2).all()
+    assert not stages["exact rows"].any()
+    dense = cd.CertifiedHead(None, weight)
+    assert set(run.bytes_by_stage(dense, dense.top_k(h, 1).certificates)) == {"exact rows", "dense product"}
+
+
+def test_each_state_is_answered_once_by_each_method_and_differences_are_counted() -> None:
+    weight, h = make_head(500, 64)
+    spec = cd.HeadSpec(weight)
+    want = run.exact_ids(spec, h[:7], 2)
+    np.testing.assert_array_equal(want, np.argsort(-(h[:7].astype(float) @ weight.T.astype(float)), 1)[:, :2])
+    seen: list[int] = []
+
+    def swapped(states: Any, k: int) -> Any:
+        seen.append(len(states))
+        return run.exact_ids(spec, states, k)[:, ::-1]
+
+    ours = run.Method(run.OURS, cd.CertifiedHead(None, spec))
+    other = run.Method("swapped", peer=peers.Peer("swapped", swapped, 0))
+    mine, theirs = run.measure([ours, other], h[:7], want, batch=3)
+    assert seen == [3, 3, 3], "one call to warm up, then two whole batches"
+    assert (mine["wrong"], mine["calls"], mine["states"], mine["times_ours"]) == (0, 2, 6, 1.0)
+    assert (theirs["argmax_differs"], theirs["set_differs"]) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_peers_find_a_clear_winner(kind: str, bias: bool) -> None:
+    weight, _ = make_head(300, 64)
+    h = (weight[:4] * 3).astype(np.float32)
+    tensor = torch.from_numpy(weight).to(getattr(torch, kind))
+    spec = cd.HeadSpec(tensor, torch.linspace(0, 1, 300) if bias else None)
+    found, skipped = peers.build_peers(spec)
+    assert {peer.name for peer in found} | set(skipped) == {recipe.name for recipe in peers.PEERS}
+    assert {"torch float32", "torch bfloat16", "torch int8, weight only"} <= {peer.name for peer in found}
+    for peer in found:
+        np.testing.assert_array_equal(peer.call(h, 1), np.arange(4)[:, None], err_msg=peer.name)
+        assert peer.call(h, 5).shape == (4, 5)
+
+
+def test_a_peer_that_would_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "free_bytes", lambda: 300 * 64 * 3)
+    found, skipped = peers.build_peers(cd.HeadSpec(make_head(300, 64)[0]))
+    assert next(peer.name for peer in found) == "torch float32", "it uses the model's own memory"
+    assert "faiss flat" in skipped
+    assert "of memory are free" in skipped["faiss flat"]
+
+
+def test_cuts_of_a_head() -> None:
+    assert run.cuts(262144) == [32768, 65536, 131072]
+    assert run.cuts(49152) == [12288, 24576]
+    assert run.cuts(1) == []
+
+
+def test_states_come_from_other_openings_and_leave_torchs_random_state_alone() -> None:
+    assert not set(states.PROMPTS) & set(OPENINGS)
+    model, before = tiny_model(), torch.get_rng_state()
+    found = states.decode_states(model, tiny_tokenizer(), 30)
+    assert (found.shape, found.dtype) == ((30, WIDTH), np.float32)
+    np.testing.assert_array_equal(found, states.decode_states(model, tiny_tokenizer(), 30))
+    assert torch.equal(before, torch.get_rng_state())
+    assert states.decode_states(model, None, 5).shape == (5, WIDTH)
+
+
+# advise
+
+
+def test_advise_reports_each_batch_size_the_calibration_and_one_advice(folder: Path, index_file: Path) -> None:
+    result = command("advise", folder, "--steps", 2, "--threads", 1, "--index", index_file)
+    lines = result.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("batch"))
+    assert [line.split()[0] for line in lines[at + 1 : at + 5]] == ["1", "2", "4", "8"]
+    assert f"csv-decode build {folder} --calibration TEXTFILE" in result.stdout
+    (advice,) = (line for line in lines if line.startswith("advice"))
+    assert "worth it" in advice.lower()
+
+
+def test_a_model_without_tokenizer_can_be_taken_apart() -> None:
+    model = tiny_model()
+    head = cd.CertifiedHead(None, model.get_output_embeddings().weight)
+    step = steps.decode_steps(model, None, head, batch=2, steps=2)
+    assert step.batch == 2
+    assert min(step.body, step.stock_head, step.our_head) > 0
+
+
+def test_advice_follows_the_figures() -> None:
+    fast = steps.Step(1, body=1.0, stock_head=1.0, our_head=0.1)
+    slow = steps.Step(8, body=1.0, stock_head=1.0, our_head=2.0)
+    small = steps.Step(1, body=1.0, stock_head=0.01, our_head=0.001)
+    said = steps.advice([fast, slow])
+    assert said.startswith("Worth it at batch 1: the head takes 50% of a step")
+    assert "1.82 times as fast" in said
+    assert "at batch 8 leave the stock head in place" in said
+    some = steps.Step(4, body=1.0, stock_head=1.0, our_head=0.8)
+    assert steps.advice([fast, some]).startswith("Worth it at batch 1, 4: "), "a small gain is no reason to go back"
+    assert steps.advice([some]).startswith("Hardly worth it: the best is 1.11 times the speed, at batch 4")
+    assert "even a head that cost nothing" in steps.advice([small])
+    assert "ours needs 2000.00 ms where the stock one needs 1000.00 ms" in steps.advice([slow])
+    assert steps.advice([fast], "it is tiny") == "Not worth it: it is tiny."
+
+
+@pytest.mark.parametrize(("energy", "said"), [(1.0, "fits the text"), (1.7, "fits roughly"), (3.5, "does not fit")])
+def test_energy_is_explained_with_the_command_to_calibrate_again(energy: float, said: str) -> None:
+    text = steps.energy_advice(energy, "my-model")
+    assert said in text
+    assert "csv-decode build my-model --calibration TEXTFILE" in text
