@@ -90,7 +90,8 @@ inline int32_t sum8(__m256i v) {
   return _mm_cvtsi128_si32(a);
 }
 
-template <int Bits>
+// A plain load may reach up to 7 words behind the row, where the state is zero; `Masked` is for the end of the plane.
+template <bool Masked, int Bits>
 inline void row_segment(const uint32_t* words, int count, const int8_t* hi, const int8_t* lo, Sums* sums) {
   constexpr int kFields = 8 / Bits;
   const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -102,37 +103,41 @@ inline void row_segment(const uint32_t* words, int count, const int8_t* hi, cons
       h[f] = _mm256_maskload_epi32(reinterpret_cast<const int*>(hi + at), lanes);
       l[f] = _mm256_maskload_epi32(reinterpret_cast<const int*>(lo + at), lanes);
     }
-    accumulate<Bits>(_mm256_maskload_epi32(reinterpret_cast<const int*>(words + t), lanes), h, l, sums);
+    __m256i w = Masked ? _mm256_maskload_epi32(reinterpret_cast<const int*>(words + t), lanes)
+                       : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + t));
+    accumulate<Bits>(w, h, l, sums);
   }
+}
+
+template <bool Masked>
+inline double row_dot(const Plane& p, const PlaneState& s, const uint32_t* words) {
+  const int8_t *hi = s.hi, *lo = s.lo;
+  Sums sums = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int k = 0; k < p.n_segments; ++k) {
+    int count = p.segments[k].words, bits = p.segments[k].bits;
+    if (bits == 4)
+      row_segment<Masked, 4>(words, count, hi, lo, &sums);
+    else if (bits == 2)
+      row_segment<Masked, 2>(words, count, hi, lo, &sums);
+    else
+      row_segment<Masked, 1>(words, count, hi, lo, &sums);
+    words += count;
+    int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
+    hi += slots;
+    lo += slots;
+  }
+  return join(sum8(sums.hi), sum8(sums.lo));
 }
 
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
-  constexpr int kAhead = 8;
+  const uint32_t* end = p.words + p.rows * p.words_per_row;
   for (int64_t i = first; i < last; ++i) {
-    if (i + kAhead < last) {
-      const char* next = reinterpret_cast<const char*>(p.words + rows[i + kAhead] * p.words_per_row);
-      for (int64_t at = 0; at < p.words_per_row * 4; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-    }
+    if ((i - first) % kTile == 0) fetch_rows(p, rows, i, last - i < kTile ? last : i + kTile);
     const uint32_t* row = p.words + rows[i] * p.words_per_row;
-    const uint32_t* words = row + 1;
-    const int8_t *hi = s.hi, *lo = s.lo;
-    Sums sums = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (int k = 0; k < p.n_segments; ++k) {
-      int count = p.segments[k].words, bits = p.segments[k].bits;
-      if (bits == 4)
-        row_segment<4>(words, count, hi, lo, &sums);
-      else if (bits == 2)
-        row_segment<2>(words, count, hi, lo, &sums);
-      else
-        row_segment<1>(words, count, hi, lo, &sums);
-      words += count;
-      int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
-      hi += slots;
-      lo += slots;
-    }
-    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0], join(sum8(sums.hi), sum8(sums.lo)), centre + i,
-          upper + i);
+    double dot =
+        row + p.words_per_row + 7 <= end ? row_dot<false>(p, s, row + 1) : row_dot<true>(p, s, row + 1);
+    bound(s, start[i], bf16_to_float(p.rho[rows[i]]), row[0], dot, centre + i, upper + i);
   }
 }
 

@@ -191,20 +191,6 @@ inline __m512i sum_each(const __m512i* v) {
   return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15), d);
 }
 
-constexpr int64_t kTile = 128;  // rows brought in together: about 20 KB
-
-// Reads each cache line of rows [first, last) in a loop so short that many misses are under way at once. Prefetch
-// instructions between the computations had no effect here; this halves the time of a row that comes from memory.
-inline void fetch_rows(const Plane& p, const int64_t* rows, int64_t first, int64_t last) {
-  uint32_t sum = 0;
-  for (int64_t i = first; i < last; ++i) {
-    const uint32_t* row = p.words + rows[i] * p.words_per_row;
-    for (int32_t at = 0; at < p.words_per_row; at += 16) sum += row[at];
-    sum += row[p.words_per_row - 1];
-  }
-  asm volatile("" : : "r"(sum));
-}
-
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
   // With few slots 256 hi + lo fits int32 for the whole row (15 * 32768 for each slot), and one sum is enough.

@@ -85,6 +85,7 @@ void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const floa
             float* centre, float* upper) {
   Whole whole(p, s);
   for (int64_t i = first; i < last; ++i) {
+    if ((i - first) % kTile == 0) fetch_rows(p, rows, i, last - i < kTile ? last : i + kTile);
     const uint32_t* words = p.words + rows[i] * p.words_per_row;
     bound(s, start[i], bf16_to_float(p.rho[rows[i]]), words[0], row_dot(p, whole, words + 1), centre + i, upper + i);
   }

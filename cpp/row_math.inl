@@ -60,6 +60,20 @@ inline void bound(const PlaneState& s, double start, double rho, uint32_t radii,
   *upper = round_up((mid + radius) + (s.slack + absolute(start) * s.start_slack));
 }
 
+constexpr int64_t kTile = 128;  // rows brought in together: about 20 KB
+
+// Reads each cache line of rows [first, last) in a loop so short that many misses are under way at once. Prefetch
+// instructions between the computations had no effect here; this halves the time of a row that comes from memory.
+inline void fetch_rows(const Plane& p, const int64_t* rows, int64_t first, int64_t last) {
+  uint32_t sum = 0;
+  for (int64_t i = first; i < last; ++i) {
+    const uint32_t* row = p.words + rows[i] * p.words_per_row;
+    for (int32_t at = 0; at < p.words_per_row; at += 16) sum += row[at];
+    sum += row[p.words_per_row - 1];
+  }
+  asm volatile("" : : "r"(sum));
+}
+
 // The fixed order in which 16 partial sums become one.
 inline double fold16(const double* lane) {
   double a[8], b[4];

@@ -110,10 +110,11 @@ def test_no_row_left_out_is_above_max_unopened() -> None:
                 (step,) = head._scan(h[None].astype(np.float64), 3)
                 logits = np.array([float(x) for x in exact_logits(weight, h)])
                 out = np.ones(300, bool)
-                out[step.ids] = False
+                ids, value, error = step.scored()
+                out[ids] = False
                 assert np.max(logits[out], initial=-np.inf) <= step.max_unopened
-                inside = np.abs(logits[step.ids] - step.value)
-                assert (inside <= step.error * 1.01 + 1e-300).all()
+                inside = np.abs(logits[ids] - value)
+                assert (inside <= error * 1.01 + 1e-300).all()
 
 
 @pytest.mark.parametrize("planes", [(2.0,), (2.0, 2.0), (1.0, 1.0, 2.0, 2.0)])

@@ -29,6 +29,7 @@ I64 = NDArray[np.int64]
 #: A head of fewer weights than this fits in cache, and the dense product is the fast way.
 SMALL_HEAD = 1 << 18
 _SPARE_LEADERS = 8
+_CLUSTERS_AT_ONCE = 16
 
 
 _heads: weakref.WeakSet[CertifiedHead] = weakref.WeakSet()
@@ -51,9 +52,8 @@ class _Step:
 
     k: int
     h: F64
-    ids: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    value: F64 = field(default_factory=lambda: np.zeros(0))
-    error: F64 = field(default_factory=lambda: np.zeros(0))
+    parts: list[tuple[I64, F64, F64]] = field(default_factory=list)  # ids, scores and their errors
+    best: F64 = field(default_factory=lambda: np.zeros(0))  # lower ends of the k best intervals, once there are k
     threshold: float = -np.inf
     max_unopened: float = -np.inf
     survivors: list[int] = field(default_factory=list)
@@ -62,6 +62,12 @@ class _Step:
     fallback: str | None = None
     ranked: bool = False  # ids are the k best, in order
     rows_scored: int = 0
+
+    def scored(self) -> tuple[I64, F64, F64]:
+        """Ids, scores and errors of all rows scored."""
+        if len(self.parts) > 1:
+            self.parts = [tuple(np.concatenate(column) for column in zip(*self.parts, strict=True))]  # type: ignore
+        return self.parts[0]
 
     def drop(self, upper: float) -> None:
         self.max_unopened = max(self.max_unopened, upper)
@@ -157,16 +163,15 @@ class CertifiedHead:
         steps = self._scan(h, k)
         ids, logits, errors = [], [], np.zeros(len(h))
         for b, step in enumerate(steps):
-            if step.ranked:
-                order = np.arange(k)
-            else:
-                rows, bias = self.spec.rows.float32, self.spec.bias32
-                order = rank(step.ids, step.value, step.error, step.k, step.h, rows, bias)
-            if not ties:
-                order = order[:k]
-            ids.append(step.ids[order])
-            logits.append(self.spec.finish(step.value[order]))
-            errors[b] = step.error[order].max()
+            found, value, error = step.scored()
+            if not step.ranked:
+                order = rank(found, value, error, k, step.h, self.spec.rows.float32, self.spec.bias32)
+                if not ties:
+                    order = order[:k]
+                found, value, error = found[order], value[order], error[order]
+            ids.append(found)
+            logits.append(self.spec.finish(value))
+            errors[b] = error.max()
         certificates = self._certificates(steps)
         with self._lock:
             self.statistics.add(certificates, time.perf_counter() - started)
@@ -198,10 +203,10 @@ class CertifiedHead:
         self._dense([step for step in steps if step.fallback], None)
         return steps
 
-    def _score(self, step: _Step, ids: I64) -> None:
-        """Scores rows exactly (float64 with a proved error) and raises the threshold."""
-        if len(step.ids):
-            ids = ids[~np.isin(ids, step.ids)]
+    def _score(self, step: _Step, ids: I64, fresh: bool = False) -> None:
+        """Scores rows exactly (float64 with a proved error) and raises the threshold. fresh: none was scored before."""
+        if step.parts and not fresh:
+            ids = ids[~np.isin(ids, step.scored()[0])]
         if len(ids):
             value, magnitude = self.kernels.score(self.spec.rows, step.h[None], ids)
             self._add(step, ids, value[0], magnitude[0])
@@ -212,13 +217,12 @@ class CertifiedHead:
         if self.spec.bias32 is not None:
             value = value + self.spec.bias32[ids]
             error = error + RELATIVE * np.abs(value)
-        step.ids = np.concatenate([step.ids, ids])
-        step.value = np.concatenate([step.value, value])
-        step.error = np.concatenate([step.error, error])
-        step.rows_scored = len(step.ids)
-        if len(step.ids) >= step.k:
-            lower = step.value - step.error
-            step.threshold = float(np.partition(lower, len(lower) - step.k)[len(lower) - step.k])
+        step.parts.append((ids, value, error))
+        step.rows_scored += len(ids)
+        step.best = np.concatenate([step.best, value - error])
+        if len(step.best) >= step.k:
+            step.best = np.partition(step.best, len(step.best) - step.k)[len(step.best) - step.k :]
+            step.threshold = float(step.best[0])
 
     def _dense(self, steps: list[_Step], reason: str | None) -> None:
         """Scores every row for these states, in one pass over the weights."""
@@ -228,7 +232,7 @@ class CertifiedHead:
         rows = self.spec.valid_rows_only()
         value, magnitude = self.kernels.score(rows, np.stack([step.h for step in steps]))
         for b, step in enumerate(steps):
-            step.ids, step.value, step.error = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+            step.parts, step.best, step.rows_scored = [], np.zeros(0), 0
             step.fallback = reason or step.fallback
             step.ranked = False
             step.max_unopened = -np.inf
@@ -248,20 +252,25 @@ class CertifiedHead:
         assert bound is not None
         for step in steps:
             upper = bound.upper(self.kernels, step.h[None])[0]
-            step.bytes_read += bound.nbytes
             upper = np.where(np.isnan(upper), np.inf, upper)
+            step.bytes_read += bound.nbytes
             queue = np.argsort(-upper, kind="stable")
             opened = 0
-            for at, c in enumerate(queue):
-                if upper[c] < step.threshold or upper[c] == -np.inf:
-                    step.drop(float(upper[c]))
+            for at in range(0, len(queue), _CLUSTERS_AT_ONCE):
+                some = queue[at : at + _CLUSTERS_AT_ONCE]
+                some = some[~(upper[some] < step.threshold) & (upper[some] > -np.inf)]
+                if not len(some):
+                    step.drop(float(upper[queue[at]]))
                     break
-                rows = np.arange(bound.offsets[c], bound.offsets[c + 1])
+                rows = np.concatenate([np.arange(bound.offsets[c], bound.offsets[c + 1]) for c in some])
                 opened += len(rows)
-                if opened > self.budget and at + 1 < len(queue):
+                if opened > self.budget:
                     step.fallback = "budget"
                     break
-                self._score(step, self._token_ids(rows))
+                self._score(step, self._token_ids(rows), fresh=True)
+                if len(some) < _CLUSTERS_AT_ONCE and at + len(some) < len(queue):
+                    step.drop(float(upper[queue[at + len(some)]]))
+                    break
             step.survivors = [opened]
 
     def _whole_cascade(self, steps: list[_Step]) -> None:
@@ -275,9 +284,7 @@ class CertifiedHead:
         score_bytes = self.spec.width * self.spec.rows.itemsize
         for step, result in zip(steps, scan, strict=True):
             (
-                step.ids,
-                step.value,
-                step.error,
+                *scored,
                 step.ranked,
                 step.rows_scored,
                 step.threshold,
@@ -287,6 +294,7 @@ class CertifiedHead:
                 finite,
                 within_budget,
             ) = result
+            step.parts = [tuple(scored)]
             if not finite:
                 step.fallback = "overflow"
                 continue
