@@ -100,6 +100,22 @@ def test_the_energy_of_the_states_tells_whether_calibration_fits() -> None:
     assert head.statistics.mean_energy > 2
 
 
+def test_drift_is_told_once() -> None:
+    import warnings
+
+    weight, states = make_head(1000, 32)
+    head = cd.CertifiedHead(build(weight, states), weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            head.top_k(states, 1)  # these fit
+    other = states[:, ::-1] * np.geomspace(1, 30, 32).astype(np.float32)
+    with pytest.warns(UserWarning, match=r"does not fit the states being served .* csv-decode build") as told:
+        for _ in range(40):
+            head.top_k(other, 1)
+    assert len(told) == 1
+
+
 def test_no_row_left_out_is_above_max_unopened() -> None:
     """The certificate's inequality itself, over every row, not only the ids that come of it."""
     for kind in KINDS:
