@@ -11,31 +11,30 @@ namespace {
 
 constexpr int kPrefetchBytes = 8192;
 
-// 16 rows at once: lane r belongs to row r, state words are broadcast.
-template <int Bits>
-inline const uint32_t* block_segment(const uint32_t* words, int count, const int8_t* hi, const int8_t* lo, __m512i* acc_hi,
-                                     __m512i* acc_lo) {
+// 16 rows at once: lane r belongs to row r, state words are broadcast. The codes are taken apart once for S states.
+template <int Bits, int S>
+__attribute__((always_inline)) inline void block_segment(const uint32_t* words, int count, const int8_t* const* hi,
+                                                         const int8_t* const* lo, __m512i* acc_hi, __m512i* acc_lo) {
   constexpr int kFields = 8 / Bits;
   const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
-  const int32_t* h = reinterpret_cast<const int32_t*>(hi);
-  const int32_t* l = reinterpret_cast<const int32_t*>(lo);
-  __m512i a0 = *acc_hi, b0 = *acc_lo, a1 = _mm512_setzero_si512(), b1 = a1;
   for (int t = 0; t < count; ++t) {
-    __m512i w = _mm512_loadu_si512(words + t * kInterleave);
+    const __m512i w = _mm512_loadu_si512(words + t * kInterleave);
     _mm_prefetch(reinterpret_cast<const char*>(words + t * kInterleave) + kPrefetchBytes, _MM_HINT_T0);
 #pragma GCC unroll 8
-    for (int f = 0; f < kFields; f += 2) {
-      __m512i c0 = _mm512_and_si512(f ? _mm512_srli_epi32(w, f * Bits) : w, mask);
-      __m512i c1 = _mm512_and_si512(_mm512_srli_epi32(w, (f + 1) * Bits), mask);
-      a0 = _mm512_dpbusd_epi32(a0, c0, _mm512_set1_epi32(h[f * count + t]));
-      b0 = _mm512_dpbusd_epi32(b0, c0, _mm512_set1_epi32(l[f * count + t]));
-      a1 = _mm512_dpbusd_epi32(a1, c1, _mm512_set1_epi32(h[(f + 1) * count + t]));
-      b1 = _mm512_dpbusd_epi32(b1, c1, _mm512_set1_epi32(l[(f + 1) * count + t]));
+    for (int f = 0; f < kFields; ++f) {
+      const __m512i c = _mm512_and_si512(f ? _mm512_srli_epi32(w, f * Bits) : w, mask);
+      const int at = (f * count + t) * 4;
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) {
+        int32_t h, l;
+        __builtin_memcpy(&h, hi[s] + at, 4);
+        __builtin_memcpy(&l, lo[s] + at, 4);
+        // Two chains of additions for each half: one alone would wait for itself.
+        acc_hi[2 * s + (f & 1)] = _mm512_dpbusd_epi32(acc_hi[2 * s + (f & 1)], c, _mm512_set1_epi32(h));
+        acc_lo[2 * s + (f & 1)] = _mm512_dpbusd_epi32(acc_lo[2 * s + (f & 1)], c, _mm512_set1_epi32(l));
+      }
     }
   }
-  *acc_hi = _mm512_add_epi32(a0, a1);
-  *acc_lo = _mm512_add_epi32(b0, b1);
-  return words + static_cast<int64_t>(count) * kInterleave;
 }
 
 struct Bounds8 {
@@ -69,51 +68,73 @@ inline __m512d bf16_to_double8(const uint16_t* p) {
   return _mm512_cvtps_pd(_mm256_castsi256_ps(bits));
 }
 
+template <int S>
+void screen_states(const Plane& p, const PlaneState* states, int64_t block, float* centre, float* upper,
+                   int64_t stride) {
+  const uint32_t* begin = p.words + block * kInterleave * p.words_per_row;
+  const uint32_t* words = begin + kInterleave;
+  const int8_t *hi[S], *lo[S];
+  __m512i acc_hi[2 * S], acc_lo[2 * S];
+  for (int s = 0; s < S; ++s) {
+    hi[s] = states[s].hi;
+    lo[s] = states[s].lo;
+  }
+  for (int s = 0; s < 2 * S; ++s) acc_hi[s] = acc_lo[s] = _mm512_setzero_si512();
+  for (int i = 0; i < p.n_segments; ++i) {
+    const int count = p.segments[i].words, bits = p.segments[i].bits;
+    if (bits == 4)
+      block_segment<4, S>(words, count, hi, lo, acc_hi, acc_lo);
+    else if (bits == 2)
+      block_segment<2, S>(words, count, hi, lo, acc_hi, acc_lo);
+    else
+      block_segment<1, S>(words, count, hi, lo, acc_hi, acc_lo);
+    words += static_cast<int64_t>(count) * kInterleave;
+    const int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
+    for (int s = 0; s < S; ++s) {
+      hi[s] += slots;
+      lo[s] += slots;
+    }
+  }
+  const int64_t row0 = block * kInterleave;
+  const __m512i radii = _mm512_loadu_si512(begin);
+  for (int b = 0; b < S; ++b) {
+    const PlaneState& s = states[b];
+    const __m512i sum_hi = _mm512_add_epi32(acc_hi[2 * b], acc_hi[2 * b + 1]);
+    const __m512i sum_lo = _mm512_add_epi32(acc_lo[2 * b], acc_lo[2 * b + 1]);
+    if (p.rows - row0 < kInterleave) {
+      alignas(64) int32_t h[kInterleave], l[kInterleave];
+      _mm512_store_si512(h, sum_hi);
+      _mm512_store_si512(l, sum_lo);
+      double dot[kInterleave];
+      for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
+      bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
+      continue;
+    }
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = row0 + half * 8;
+      __m512d start = _mm512_set1_pd(s.base);
+      if (p.bias) start = _mm512_add_pd(start, _mm512_cvtps_pd(_mm256_loadu_ps(p.bias + row)));
+      const __m256i r = half ? _mm512_extracti64x4_epi64(radii, 1) : _mm512_castsi512_si256(radii);
+      const __m256i h = half ? _mm512_extracti64x4_epi64(sum_hi, 1) : _mm512_castsi512_si256(sum_hi);
+      const __m256i l = half ? _mm512_extracti64x4_epi64(sum_lo, 1) : _mm512_castsi512_si256(sum_lo);
+      const Bounds8 out = bound8(s, start, bf16_to_double8(p.rho + row), r, h, l);
+      _mm256_storeu_ps(centre + b * stride + row, out.centre);
+      _mm256_storeu_ps(upper + b * stride + row, out.upper);
+    }
+  }
+}
+
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
             float* centre, float* upper, int64_t stride) {
   for (int64_t block = first; block < last; ++block) {
     if (closed_block(p, open, block, n_states, centre, upper, stride)) continue;
-    const uint32_t* begin = p.words + block * kInterleave * p.words_per_row;
-    for (int b = 0; b < n_states; ++b) {
-      const PlaneState& s = states[b];
-      const uint32_t* words = begin + kInterleave;
-      const int8_t *hi = s.hi, *lo = s.lo;
-      __m512i acc_hi = _mm512_setzero_si512(), acc_lo = acc_hi;
-      for (int i = 0; i < p.n_segments; ++i) {
-        int count = p.segments[i].words, bits = p.segments[i].bits;
-        if (bits == 4)
-          words = block_segment<4>(words, count, hi, lo, &acc_hi, &acc_lo);
-        else if (bits == 2)
-          words = block_segment<2>(words, count, hi, lo, &acc_hi, &acc_lo);
-        else
-          words = block_segment<1>(words, count, hi, lo, &acc_hi, &acc_lo);
-        int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
-        hi += slots;
-        lo += slots;
-      }
-      int64_t row0 = block * kInterleave;
-      if (p.rows - row0 < kInterleave) {
-        alignas(64) int32_t h[kInterleave], l[kInterleave];
-        _mm512_store_si512(h, acc_hi);
-        _mm512_store_si512(l, acc_lo);
-        double dot[kInterleave];
-        for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
-        bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
-        continue;
-      }
-      __m512i radii = _mm512_loadu_si512(begin);
-      for (int half = 0; half < 2; ++half) {
-        int64_t row = row0 + half * 8;
-        __m512d start = _mm512_set1_pd(s.base);
-        if (p.bias) start = _mm512_add_pd(start, _mm512_cvtps_pd(_mm256_loadu_ps(p.bias + row)));
-        __m256i r = half ? _mm512_extracti64x4_epi64(radii, 1) : _mm512_castsi512_si256(radii);
-        __m256i h = half ? _mm512_extracti64x4_epi64(acc_hi, 1) : _mm512_castsi512_si256(acc_hi);
-        __m256i l = half ? _mm512_extracti64x4_epi64(acc_lo, 1) : _mm512_castsi512_si256(acc_lo);
-        Bounds8 out = bound8(s, start, bf16_to_double8(p.rho + row), r, h, l);
-        _mm256_storeu_ps(centre + b * stride + row, out.centre);
-        _mm256_storeu_ps(upper + b * stride + row, out.upper);
-      }
-    }
+    int b = 0;
+    for (; b + 4 <= n_states; b += 4)
+      screen_states<4>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
+    for (; b + 2 <= n_states; b += 2)
+      screen_states<2>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
+    for (; b < n_states; ++b)
+      screen_states<1>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
   }
 }
 

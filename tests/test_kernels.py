@@ -68,7 +68,7 @@ def test_screen_equals_the_reference_to_the_bit(isa: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
     bits = [[7, 4, 3, 2, 1, 0, 2, 5], [2], [1, 1], [4], [0]][rows % 5]
     plane, _, _ = random_plane(rng, rows, bits, True)
-    states = random_states(rng, plane, 3)
+    states = random_states(rng, plane, 1 + rows % 7)
     rho = rng.integers(0x3C00, 0x4200, rows).astype(np.uint16)
     bias = rng.standard_normal(rows).astype(np.float32) if rows % 2 else None
     gate = rng.integers(0, 2, -(-rows // 16)).astype(np.uint8) if rows % 3 == 0 else None
