@@ -138,6 +138,12 @@ class CertifiedHead:
                     bias = np.ascontiguousarray(bias[index.row_ids])
                 self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
 
+    def __repr__(self) -> str:
+        return (
+            f"CertifiedHead({self.index!r}, V={self.spec.n_rows}, d={self.spec.width}, kernels={self.kernels.name}, "
+            f"threads={self.kernels.threads})"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles make a new head, with statistics of its own."""
         budget = self.budget / self.spec.n_rows

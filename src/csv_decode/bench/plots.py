@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("plots need matplotlib; install it with: pip install 'csv-decode[bench]'") from None
+        raise ImportError("plots need matplotlib; install it with: pip install '.[bench]' in the checkout") from None
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:

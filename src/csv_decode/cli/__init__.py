@@ -83,7 +83,7 @@ def _main(
 
     - `csv-decode verify demo`
 
-    The index of a model is built on first use (a minute or two) and kept in a cache folder, which CSV_DECODE_CACHE
+    The index of a model is built on first use (a few minutes) and kept in a cache folder, which CSV_DECODE_CACHE
     moves.
     """
     if debug:

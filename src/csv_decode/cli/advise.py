@@ -31,7 +31,7 @@ def advise(
 
     - `csv-decode advise demo`
 
-    - `csv-decode advise ./my-model --threads 4 --dtype bfloat16`
+    - `csv-decode advise ./my-model --threads 4`
     """
     from ..bench.steps import advice, decode_steps, energy_advice
     from ..head import SMALL_HEAD, CertifiedHead
@@ -49,6 +49,8 @@ def advise(
     totals, dense = head.statistics, None
     if spec.n_rows * spec.width < SMALL_HEAD:
         dense = f"a head of {spec.n_rows:,} x {spec.width} weights fits into the cache and is served densely"
+    elif spec.rows.kind != "float32":
+        dense = f"the head is {spec.rows.kind}, and generate leaves such heads dense; load the model in float32"
     facts = [
         ("model", f"{opened.loaded.name}, head {spec.n_rows:,} x {spec.width}, {spec.rows.kind}"),
         ("measured", f"{steps} steps at each batch size, {count} thread{'s' * (count > 1)}, means"),
@@ -74,7 +76,7 @@ def advise(
     )
     out.print()
     fell = ", ".join(f"{n} ({reason})" for reason, n in totals.fallbacks.items())
-    read = f"{totals.bytes_ratio:.1%} of a bfloat16 head a state"
+    read = f"{totals.bytes_ratio:.1%} of a bfloat16 head a state, over all batch sizes"
     ending = [("bytes read", read + (f"; fell back to the dense product: {fell}" if fell else ""))]
     if totals.energy_states:
         ending.append(("calibration", energy_advice(totals.mean_energy, shlex.quote(model))))

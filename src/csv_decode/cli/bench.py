@@ -152,7 +152,7 @@ def _centroid(opened: Opened, quick: bool) -> Index | None:
     try:
         import faiss  # noqa: F401
     except ImportError:
-        note("The paper's centroid bound is left out, it needs faiss: pip install 'csv-decode[centroid]'")
+        note("The paper's centroid bound is left out, it needs faiss: pip install '.[centroid]' in the checkout")
         return None
     with Bars() as bars:
         return get_index(opened.spec, lambda: None, bounds="centroid", source=opened.loaded.source, progress=bars)

@@ -76,7 +76,8 @@ def generate(
         return
     from ..integrations.transformers import accelerate, restore
 
-    accelerate(opened.model, index=opened.index(index), threads=threads)
+    usable = opened.spec.rows.kind == "float32"  # `accelerate` says what becomes of other heads
+    accelerate(opened.model, index=opened.index(index) if usable else None, threads=threads)
     run = _run(opened, prompts, prompt, settings, seed, chat)
     state = opened.model.csv_decode
     restore(opened.model)

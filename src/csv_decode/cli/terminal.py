@@ -17,6 +17,7 @@ __all__ = ["Bars", "err", "note", "out", "problem", "show_facts", "show_table", 
 
 out = Console(highlight=False)
 err = Console(highlight=False, stderr=True)
+_PATIENCE = 15.0  # seconds between two lines about a stage that goes on
 
 
 def _say(console: Console, text: Text) -> None:
@@ -106,14 +107,16 @@ def working(what: str) -> Iterator[None]:
 class Bars:
     """Progress of several stages, as a callback ``bars(stage, done, total)``.
 
-    In a terminal, a bar with the time left for each stage; elsewhere, a line when a stage is done.
+    In a terminal, a bar with the time left for each stage; elsewhere, lines: when a stage begins, each quarter of a
+    minute, and when it is done, with the seconds it took.
     """
 
     def __init__(self) -> None:
         self._bars: Any = None
         self._tasks: dict[str, Any] = {}
-        self._started = time.perf_counter()
-        self._done: set[str] = set()
+        self._finished: set[str] = set()
+        self._stage: str | None = None  # of a plain stream: what runs, since when, and when it was last spoken of
+        self._since = self._told = time.perf_counter()
 
     def __enter__(self) -> Bars:
         if err.is_terminal:
@@ -135,9 +138,17 @@ class Bars:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._bars is None:
-            if done >= total and stage not in self._done:
-                self._done.add(stage)
-                note(f"{stage}: done after {time.perf_counter() - self._started:.1f} s")
+            now = time.perf_counter()
+            if stage != self._stage:
+                self._stage, self._told = stage, now
+                note(f"{stage} ...")
+            elif done < total and now - self._told > _PATIENCE:
+                self._told = now
+                note(f"{stage}: {done:,} of {total:,} after {now - self._since:.0f} s")
+            if done >= total and stage not in self._finished:
+                self._finished.add(stage)
+                note(f"{stage}: done in {now - self._since:.1f} s")
+                self._since = now
             return
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)

@@ -19,7 +19,7 @@ class StaleIndexError(ValueError):
     """The index belongs to other weights."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Index:
     """Bounds for the rows of one head.
 
@@ -35,6 +35,10 @@ class Index:
     centroid: CentroidBound | None
     shadow: ShadowBound | None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        rows, width = self.shape
+        return f"Index(bounds={self.bounds}, rows={rows}, width={width}, weights={self.fingerprint[:8]}..)"
 
     @property
     def bounds(self) -> tuple[str, ...]:

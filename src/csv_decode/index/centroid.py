@@ -43,7 +43,7 @@ def build_centroid(
         import faiss
     except ImportError:
         raise ImportError(
-            "the centroid bound needs faiss for k-means; install it with: pip install 'csv-decode[centroid]'"
+            "the centroid bound needs faiss for k-means; install it with: pip install '.[centroid]' in the checkout"
         ) from None
     n, width = spec.n_rows, spec.width
     count = max(1, min(n, round(0.015 * n) if clusters is None else clusters))

@@ -46,7 +46,7 @@ try:
     from transformers import GenerationMixin, PreTrainedModel
     from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 except ImportError as error:
-    raise ImportError(f"{error}; Hugging Face models need the extra: pip install 'csv-decode[hf]'") from error
+    raise ImportError(f"{error}; Hugging Face models need the extra: pip install '.[hf]' in the checkout") from error
 
 __all__ = ["Accelerated", "accelerate", "accelerated", "head_spec", "restore"]
 

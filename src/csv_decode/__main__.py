@@ -1,0 +1,5 @@
+"""`python -m csv_decode` is `csv-decode`."""
+
+from .cli import main
+
+main()
