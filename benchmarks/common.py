@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from csv_decode.bench.states import PROMPTS
 from csv_decode.models import LoadedModel, load_model
 
-PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+__all__ = ["PROMPTS", "decode_states", "load"]
 
 
 def load(name: str) -> LoadedModel:
@@ -25,8 +25,8 @@ def load(name: str) -> LoadedModel:
 
 
 def decode_states(model: Any, tokenizer: Any, count: int, temperature: float = 0.8, seed: int = 1) -> np.ndarray:
-    """Inputs of the output layer (count, d) while the model continues the prompts by sampling, from the prompt's last
-    position on."""
+    """Inputs of the output layer (count, d) while the model continues `PROMPTS` by sampling, one after another as in
+    use, from the prompt's last position on."""
     import torch
 
     torch.manual_seed(seed)
@@ -40,7 +40,7 @@ def decode_states(model: Any, tokenizer: Any, count: int, temperature: float = 0
                 before = len(states)
                 while len(states) - before < each:
                     model.generate(
-                        **tokenizer(prompt["text"], return_tensors="pt"),
+                        **tokenizer(prompt, return_tensors="pt"),
                         do_sample=True,
                         temperature=temperature,
                         top_k=0,

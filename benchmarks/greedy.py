@@ -48,20 +48,18 @@ def main() -> int:
             out = model.generate(**inputs, do_sample=False, max_new_tokens=args.tokens)
         return out[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - started
 
-    stock = [generate(p["text"]) for p in PROMPTS]
+    stock = [generate(p) for p in PROMPTS]
     cd.accelerate(model, tokenizer=tokenizer)
-    ours = [generate(p["text"]) for p in PROMPTS]
+    ours = [generate(p) for p in PROMPTS]
     state = model.csv_decode
     spec = state.head.spec
-    table = Table("prompt", "kind", "tokens", "first difference", "verdict", title=loaded.name)
+    table = Table("prompt", "tokens", "first difference", "verdict", title=loaded.name)
     errors = 0
     for prompt, (a, _), (b, _) in zip(PROMPTS, stock, ours, strict=True):
         where = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), None)
-        verdict = "equal" if a == b else judge(model, tokenizer, spec, prompt["text"], a, b, where)
+        verdict = "equal" if a == b else judge(model, tokenizer, spec, prompt, a, b, where)
         errors += verdict.startswith("ERROR")
-        table.add_row(
-            prompt["text"][:40], prompt["kind"], str(len(b)), str(where) if where is not None else "-", verdict
-        )
+        table.add_row(prompt[:40], str(len(b)), str(where) if where is not None else "-", verdict)
     console.print(table)
     tokens = sum(len(b) for b, _ in ours)
     console.print(

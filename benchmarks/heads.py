@@ -3,9 +3,9 @@
     python benchmarks/heads.py demo
     python benchmarks/heads.py smollm2 --states 1000 --json out.json
 
-The states come from sampled text (temperature 0.8) that continues benchmarks/prompts.json; the index was calibrated on
-text that the model wrote from other openings. Every id of every result is compared with the exact reference, ties by
-id.
+The states come from sampled text (temperature 0.8) that continues csv_decode.bench.states.PROMPTS; the index was
+calibrated on text that the model wrote from other openings. Every id of every result is compared with the exact
+reference, ties by id.
 """
 
 from __future__ import annotations
