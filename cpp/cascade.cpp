@@ -192,8 +192,6 @@ void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_
                     StepResult* out) const {
   const CascadeSpec& s = spec_;
   Scored& scored = out->scored;
-  if (s.row_ids)
-    for (int64_t& id : ids) id = s.row_ids[id];
   if (!scored.ids.empty()) {
     std::vector<int64_t> known = scored.ids;
     std::sort(known.begin(), known.end());

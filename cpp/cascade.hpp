@@ -20,9 +20,8 @@ struct CascadePlane {
 };
 
 struct CascadeSpec {
-  Rows rows;               // the head's weights
-  const float* bias;       // (rows by token id) or null
-  const int64_t* row_ids;  // token id of each index row, or null
+  Rows rows;          // the head's weights; index row i is row i
+  const float* bias;  // (rows) or null
   Rows transform;  // (dims, width) float16
   Rows mean;       // (1, width) float32
   int64_t dims;

@@ -243,14 +243,13 @@ using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
-               std::optional<In<int64_t, 1>> row_ids, In<uint16_t, 2> transform, In<float, 2> mean,
+               In<uint16_t, 2> transform, In<float, 2> mean,
                In<int64_t, 1> edges, double delta, double energy)
-      : rows_(rows), bias_(bias), row_ids_(row_ids), transform_(transform), mean_(mean) {
+      : rows_(rows), bias_(bias), transform_(transform), mean_(mean) {
     expect(type >= 0 && type <= 2 && rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
     CascadeSpec s{};
     s.rows = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
     s.bias = bias ? bias->data() : nullptr;
-    s.row_ids = row_ids ? row_ids->data() : nullptr;
     s.transform = {transform.data(), RowType::float16, s.rows.width};
     s.mean = {mean.data(), RowType::float32, s.rows.width};
     s.dims = static_cast<int64_t>(transform.shape(0));
@@ -281,11 +280,7 @@ class BoundCascade {
       s.planes.push_back(std::move(plane));
     }
     int64_t n = s.planes[0].plane.rows;
-    expect(row_ids ? static_cast<int64_t>(row_ids->shape(0)) == n : n <= static_cast<int64_t>(rows.shape(0)),
-           "index rows and weights differ in number");
-    if (row_ids)
-      for (int64_t i = 0; i < n; ++i)
-        expect((*row_ids)(i) >= 0 && (*row_ids)(i) < static_cast<int64_t>(rows.shape(0)), "row id outside the weights");
+    expect(n <= static_cast<int64_t>(rows.shape(0)), "more index rows than weights");
     cascade_ = std::make_unique<Cascade>(std::move(s));
   }
 
@@ -311,7 +306,6 @@ class BoundCascade {
  private:
   AnyRows rows_;
   std::optional<In<float, 1>> bias_;
-  std::optional<In<int64_t, 1>> row_ids_;
   In<uint16_t, 2> transform_;
   In<float, 2> mean_;
   std::vector<nb::object> held_;
@@ -330,9 +324,9 @@ NB_MODULE(_native, m) {
            "rho"_a, "bias"_a.none(), "segments"_a);
   nb::class_<BoundCascade>(m, "Cascade")
       .def(nb::init<std::vector<PlaneParts>, AnyRows, int, std::optional<In<float, 1>>,
-                    std::optional<In<int64_t, 1>>, In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
+                    In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
                     double>(),
-           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "row_ids"_a.none(), "transform"_a, "mean"_a,
+           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "mean"_a,
            "edges"_a, "delta"_a, "energy"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,

@@ -275,6 +275,7 @@ def test_a_head_can_be_copied_and_pickled() -> None:
 
     weight, states = make_head(300, 24)
     head = cd.CertifiedHead(build(weight, states[:32]), weight, budget=0.5, kernels="generic", threads=1)
+    assert copy.copy(cd.CertifiedHead(None, weight, budget=0.001)).budget == 0
     for twin in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
         assert (twin.budget, twin.kernels.name, twin.kernels.threads) == (150, "generic", 1)
         np.testing.assert_array_equal(twin.top_k(states[40:], 3).ids, head.top_k(states[40:], 3).ids)

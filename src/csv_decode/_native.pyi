@@ -23,7 +23,6 @@ class Cascade:
         rows: Any,
         type: int,
         bias: Any,
-        row_ids: Any,
         transform: Any,
         mean: Any,
         edges: Any,

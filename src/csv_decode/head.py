@@ -119,6 +119,7 @@ class CertifiedHead:
             index.check(self.spec)  # an index has only ever been built for finite weights
         self.index = index
         self.guarantee = guarantee
+        self._share = budget
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
         self.statistics = Statistics()
@@ -132,7 +133,7 @@ class CertifiedHead:
             if bias is not None:
                 bias = bias[: self.spec.n_rows]
             if index.centroid is None:
-                self._cascade = self.kernels.cascade(index.shadow, rows, bias, index.row_ids)
+                self._cascade = self.kernels.cascade(index.shadow, rows, bias)
             if self._cascade is None:
                 if bias is not None and index.row_ids is not None:
                     bias = np.ascontiguousarray(bias[index.row_ids])
@@ -146,13 +147,12 @@ class CertifiedHead:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles make a new head, with statistics of its own."""
-        budget = self.budget / self.spec.n_rows
         return CertifiedHead, (
             self.index,
             self.spec,
             self.kernels.threads,
             self.guarantee,
-            budget,
+            self._share,
             self.kernels.name,
         )
 

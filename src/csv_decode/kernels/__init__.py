@@ -41,7 +41,6 @@ class Kernels(Protocol):
         bound: ShadowBound,
         rows: Rows,
         bias: F32 | None,
-        row_ids: I64 | None,
     ) -> Callable[[F64, int, int, int], list[Any]] | None:
         """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget) gives for each state ids,
         values, errors, whether they are the k best in proved order, rows scored, threshold, max_unopened, energy,

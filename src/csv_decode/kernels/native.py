@@ -48,20 +48,17 @@ class NativeKernels:
         bound: ShadowBound,
         rows: Rows,
         bias: NDArray[np.float32] | None,
-        row_ids: NDArray[np.int64] | None,
     ) -> Callable[[NDArray[np.float64], int, int, int], list[Any]]:
-        order = bias if bias is None or row_ids is None else np.ascontiguousarray(bias[row_ids])
         planes = []
         for plane in bound.planes:
             dim, step, cmax = plane.slots
             unit = plane.radius_step.astype(np.float64)
-            planes.append((self.bind(plane, bound.rho, order)[0], dim.astype(np.int32), step, cmax, unit))
+            planes.append((self.bind(plane, bound.rho, bias)[0], dim.astype(np.int32), step, cmax, unit))
         cascade = _native.Cascade(
             planes,
             rows.data,
             _ROW_TYPES[rows.kind],
             bias,
-            row_ids,
             bound.transform.view(np.uint16),
             bound.mean[None],
             group_edges(len(bound.transform)),
