@@ -112,13 +112,16 @@ struct Cascade::Prepared {
   bool finite;
 };
 
-std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, const double* h, int n_states) const {
+std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int threads, const double* h,
+                                                int n_states) const {
   const CascadeSpec& s = spec_;
   const int64_t dims = s.dims, width = s.transform.width;
   const double factor = score_factor(width), floor = score_floor(width);
   std::vector<double> white(static_cast<size_t>(dims * n_states)), white_error(white.size());
   std::vector<double> base(static_cast<size_t>(n_states)), base_magnitude(base.size());
-  kernels.score(s.transform, nullptr, 0, dims, h, n_states, white.data(), white_error.data(), dims);
+  parallel_ranges(threads, dims, 64, [&](int64_t first, int64_t last) {
+    kernels.score(s.transform, nullptr, first, last, h, n_states, white.data(), white_error.data(), dims);
+  });
   kernels.score(s.mean, nullptr, 0, 1, h, n_states, base.data(), base_magnitude.data(), 1);
   for (double& e : white_error) e = e * factor + floor;
 
@@ -151,7 +154,8 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, const do
       double scale = peak > kAbsolute ? peak / kPeak : 1.0;
       double offset = 0, error = 0, reach = 0;
       for (size_t j = 0; j < slots; ++j) {
-        q[j] = std::min(kPeak, std::max(-kPeak, std::nearbyint(v[j] / scale)));
+        const double quantum = plane.cmax[j] <= 3 ? 256 : 1;
+        q[j] = std::min(kPeak, std::max(-kPeak, std::nearbyint(v[j] / (scale * quantum)) * quantum));
         double left = std::fabs(v[j] - q[j] * scale) + kRelative * peak + e[plane.dim[j]] * plane.step[j];
         error += left * (plane.cmax[j] * 0.5);
         offset += q[j] * plane.cmax[j];
@@ -229,84 +233,83 @@ void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_
   }
 }
 
-namespace {
-
-// Rows that one task found, in rising order, with their bounds.
-struct Part {
+// Rows that are still in the race, in rising order, with their bounds, and the largest upper bound of those that are not.
+struct Cascade::Race {
   std::vector<int64_t> rows;
   std::vector<float> centre, upper;
   float dropped = -std::numeric_limits<float>::infinity();
-};
 
-}  // namespace
-
-void Cascade::descend(const Kernels& kernels, int threads, const double* h, Prepared& state, const float* centre,
-                      const float* upper, std::vector<int64_t> leaders, int64_t k, int64_t budget,
-                      StepResult* out) const {
-  const CascadeSpec& s = spec_;
-  const int64_t n_rows = s.planes[0].plane.rows;
-  constexpr int64_t kStep = 4096;
-  score(kernels, 1, h, k, std::move(leaders), out);
-  float bar = below_float32(out->threshold);
-
-  // Plane 0's survivors, refined by plane 1 in the same task that finds them.
-  const int64_t tasks = (n_rows + kStep - 1) / kStep;
-  std::vector<Part> parts(static_cast<size_t>(tasks));
-  const bool more = s.planes.size() > 1;
-  parallel(threads, tasks, [&](int64_t task) {
-    Part& part = parts[static_cast<size_t>(task)];
-    int64_t first = task * kStep, last = std::min(n_rows, first + kStep);
-    int64_t ids[kStep];
-    int64_t n = kernels.select(upper, first, last, bar, ids, &part.dropped);
-    part.rows.assign(ids, ids + n);
-    if (!more || n == 0) return;
-    std::vector<float> start(static_cast<size_t>(n));
-    for (int64_t i = 0; i < n; ++i) start[static_cast<size_t>(i)] = centre[ids[i]];
-    part.centre.resize(start.size());
-    part.upper.resize(start.size());
-    kernels.refine(s.planes[1].plane, state.planes[1], ids, start.data(), 0, n, part.centre.data(),
-                   part.upper.data());
-  });
-  std::vector<int64_t> rows;
-  std::vector<float> mid, top;
-  float dropped = -std::numeric_limits<float>::infinity();
-  for (Part& part : parts) {
-    rows.insert(rows.end(), part.rows.begin(), part.rows.end());
-    mid.insert(mid.end(), part.centre.begin(), part.centre.end());
-    top.insert(top.end(), part.upper.begin(), part.upper.end());
-    dropped = std::max(dropped, part.dropped);
-  }
-  out->survivors.push_back(static_cast<int64_t>(rows.size()));
-
-  for (size_t i = 1; i < s.planes.size(); ++i) {
-    const int64_t n = static_cast<int64_t>(rows.size());
-    if (i > 1) {
-      std::vector<float> start = std::move(mid);
-      mid.resize(rows.size());
-      top.resize(rows.size());
-      parallel_ranges(threads, n, 512, [&](int64_t first, int64_t last) {
-        kernels.refine(s.planes[i].plane, state.planes[i], rows.data(), start.data(), first, last, mid.data(),
-                       top.data());
-      });
-    }
-    std::vector<int64_t> best;
-    top_values(kernels, mid.data(), 0, n, k, &best);
-    for (int64_t& at : best) at = rows[static_cast<size_t>(at)];
-    score(kernels, 1, h, k, std::move(best), out);
-    bar = below_float32(out->threshold);
+  // Drops the rows whose upper bound is not above bar.
+  void select(const Kernels& kernels, float bar) {
     std::vector<int64_t> keep(rows.size());
-    keep.resize(static_cast<size_t>(kernels.select(top.data(), 0, n, bar, keep.data(), &dropped)));
+    keep.resize(static_cast<size_t>(
+        kernels.select(upper.data(), 0, static_cast<int64_t>(rows.size()), bar, keep.data(), &dropped)));
     for (size_t j = 0; j < keep.size(); ++j) {
-      rows[j] = rows[static_cast<size_t>(keep[j])];
-      mid[j] = mid[static_cast<size_t>(keep[j])];
+      const size_t at = static_cast<size_t>(keep[j]);
+      rows[j] = rows[at];
+      centre[j] = centre[at];
+      upper[j] = upper[at];
     }
     rows.resize(keep.size());
-    mid.resize(keep.size());
-    out->survivors.push_back(static_cast<int64_t>(rows.size()));
+    centre.resize(keep.size());
+    upper.resize(keep.size());
   }
-  out->max_unopened = static_cast<double>(dropped);
-  out->within_budget = static_cast<int64_t>(rows.size()) <= budget;
-  if (out->within_budget) score(kernels, threads, h, k, std::move(rows), out);
+
+  void append(const Race& more) {
+    rows.insert(rows.end(), more.rows.begin(), more.rows.end());
+    centre.insert(centre.end(), more.centre.begin(), more.centre.end());
+    upper.insert(upper.end(), more.upper.begin(), more.upper.end());
+    dropped = std::max(dropped, more.dropped);
+  }
+};
+
+// Plane 0's survivors among rows [first, last), refined by plane 1. Returns how many plane 0 left.
+int64_t Cascade::descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
+                         int64_t first, int64_t last, float bar, Race* race) const {
+  std::vector<int64_t>& rows = race->rows;
+  rows.resize(static_cast<size_t>(last - first));
+  const int64_t n = kernels.select(upper, first, last, bar, rows.data(), &race->dropped);
+  rows.resize(static_cast<size_t>(n));
+  race->centre.resize(rows.size());
+  race->upper.resize(rows.size());
+  if (spec_.planes.size() == 1) {
+    for (size_t j = 0; j < rows.size(); ++j) {
+      race->centre[j] = centre[rows[j]];
+      race->upper[j] = upper[rows[j]];
+    }
+  } else if (n > 0) {
+    std::vector<float> start(rows.size());
+    for (size_t j = 0; j < rows.size(); ++j) start[j] = centre[rows[j]];
+    kernels.refine(spec_.planes[1].plane, state.planes[1], rows.data(), start.data(), 0, n, race->centre.data(),
+                   race->upper.data());
+    race->select(kernels, bar);
+  }
+  return n;
+}
+
+// The planes behind the first two, and the exact scores of the rows that they leave.
+void Cascade::finish(const Kernels& kernels, int threads, const double* h, const Prepared& state, Race race, int64_t k,
+                     int64_t budget, StepResult* out) const {
+  for (size_t i = 1; i < spec_.planes.size(); ++i) {
+    const int64_t n = static_cast<int64_t>(race.rows.size());
+    if (i > 1) {
+      std::vector<float> start = race.centre;
+      parallel_ranges(threads, n, 512, [&](int64_t first, int64_t last) {
+        kernels.refine(spec_.planes[i].plane, state.planes[i], race.rows.data(), start.data(), first, last,
+                       race.centre.data(), race.upper.data());
+      });
+      race.select(kernels, below_float32(out->threshold));
+    }
+    std::vector<int64_t> best;
+    top_values(kernels, race.centre.data(), 0, static_cast<int64_t>(race.rows.size()), k, &best);
+    for (int64_t& at : best) at = race.rows[static_cast<size_t>(at)];
+    score(kernels, 1, h, k, std::move(best), out);
+    race.select(kernels, below_float32(out->threshold));
+    out->survivors.push_back(static_cast<int64_t>(race.rows.size()));
+  }
+  out->max_unopened = static_cast<double>(race.dropped);
+  out->within_budget = static_cast<int64_t>(race.rows.size()) <= budget;
+  if (out->within_budget) score(kernels, threads, h, k, std::move(race.rows), out);
 }
 
 std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
@@ -314,7 +317,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   const CascadeSpec& s = spec_;
   const Plane& plane = s.planes[0].plane;
   const int64_t n_rows = plane.rows, blocks = (n_rows + kInterleave - 1) / kInterleave;
-  std::vector<Prepared> states = prepare(kernels, h, n_states);
+  std::vector<Prepared> states = prepare(kernels, threads, h, n_states);
   std::vector<StepResult> out(states.size());
   std::vector<PlaneState> first_plane;
   std::vector<int> live;
@@ -361,14 +364,38 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t i = 0; i < live.size(); ++i) leaders[i].insert(leaders[i].end(), found[i].begin(), found[i].end());
   });
-  for (size_t i = 0; i < live.size(); ++i) {
-    const float* mine = centre + static_cast<int64_t>(i) * n_rows;
-    std::sort(leaders[i].begin(), leaders[i].end(), Best{mine});
-    if (static_cast<int64_t>(leaders[i].size()) > lead) leaders[i].resize(static_cast<size_t>(lead));
-    int b = live[i];
-    descend(kernels, threads, h + b * s.rows.width, states[static_cast<size_t>(b)], mine,
-            upper + static_cast<int64_t>(i) * n_rows, std::move(leaders[i]), k, budget, &out[static_cast<size_t>(b)]);
-  }
+  const int64_t n_live = static_cast<int64_t>(live.size());
+  auto at = [&](int64_t i) { return static_cast<size_t>(live[static_cast<size_t>(i)]); };
+  parallel(threads, n_live, [&](int64_t i) {
+    std::vector<int64_t>& best = leaders[static_cast<size_t>(i)];
+    std::sort(best.begin(), best.end(), Best{centre + i * n_rows});
+    if (static_cast<int64_t>(best.size()) > lead) best.resize(static_cast<size_t>(lead));
+    score(kernels, 1, h + live[static_cast<size_t>(i)] * s.rows.width, k, std::move(best), &out[at(i)]);
+  });
+
+  // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
+  constexpr int64_t kRange = 4096;
+  const int64_t ranges = (n_rows + kRange - 1) / kRange;
+  std::vector<Race> races(static_cast<size_t>(ranges * n_live));
+  std::vector<int64_t> left(races.size());
+  parallel(threads, ranges, [&](int64_t range) {
+    for (int64_t i = 0; i < n_live; ++i) {
+      const size_t to = static_cast<size_t>(i * ranges + range);
+      left[to] = descend(kernels, states[at(i)], centre + i * n_rows, upper + i * n_rows, range * kRange,
+                         std::min(n_rows, (range + 1) * kRange), below_float32(out[at(i)].threshold), &races[to]);
+    }
+  });
+  parallel(n_live > 1 ? threads : 1, n_live, [&](int64_t i) {
+    Race race;
+    int64_t survivors = 0;
+    for (int64_t range = 0; range < ranges; ++range) {
+      race.append(races[static_cast<size_t>(i * ranges + range)]);
+      survivors += left[static_cast<size_t>(i * ranges + range)];
+    }
+    out[at(i)].survivors.push_back(survivors);
+    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, states[at(i)],
+           std::move(race), k, budget, &out[at(i)]);
+  });
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
   return out;

@@ -59,15 +59,18 @@ class Cascade {
 
  private:
   struct Prepared;
+  struct Race;
   struct Scratch {
     std::vector<float> centre, upper;
   };
 
-  std::vector<Prepared> prepare(const Kernels& kernels, const double* h, int n_states) const;
+  std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
   void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
-  void descend(const Kernels& kernels, int threads, const double* h, Prepared& state, const float* centre,
-               const float* upper, std::vector<int64_t> leaders, int64_t k, int64_t budget, StepResult* out) const;
+  int64_t descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
+                  int64_t first, int64_t last, float bar, Race* race) const;
+  void finish(const Kernels& kernels, int threads, const double* h, const Prepared& state, Race race, int64_t k,
+              int64_t budget, StepResult* out) const;
 
   CascadeSpec spec_;
   std::mutex mutex_;

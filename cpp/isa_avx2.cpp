@@ -9,6 +9,8 @@ namespace csv_decode {
 namespace {
 #include "row_math.inl"
 
+constexpr int kPrefetchBytes = 8192;  // fetched in the order of memory, see isa_avx512.cpp
+
 // Eight lanes of 4 code bytes times 4 state bytes, added to int32 lanes.
 struct Sums {
   __m256i hi, lo;
@@ -24,6 +26,23 @@ inline void accumulate(__m256i w, const __m256i* h, const __m256i* l, Sums* sums
   for (int f = 0; f < kFields; ++f) {  // at most 8 pairs: no int16 overflow
     __m256i c = _mm256_and_si256(f ? _mm256_srli_epi32(w, f * Bits) : w, mask);
     a = _mm256_add_epi16(a, _mm256_maddubs_epi16(c, h[f]));
+    if constexpr (Bits > 2) b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
+  }
+  sums->hi = _mm256_add_epi32(sums->hi, _mm256_madd_epi16(a, ones));
+  if constexpr (Bits > 2) sums->lo = _mm256_add_epi32(sums->lo, _mm256_madd_epi16(b, ones));
+}
+
+// The eight fields of 3 bits of one word of each part.
+inline void accumulate3(__m256i p, __m256i q, __m256i r, const __m256i* h, const __m256i* l, Sums* sums) {
+  const __m256i three = _mm256_set1_epi8(3), four = _mm256_set1_epi8(4);
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i a = _mm256_setzero_si256(), b = a;
+#pragma GCC unroll 8
+  for (int f = 0; f < 8; ++f) {
+    __m256i low = _mm256_and_si256(_mm256_srli_epi32(f < 4 ? p : q, 2 * (f % 4)), three);
+    __m256i high = _mm256_and_si256(f < 2 ? _mm256_slli_epi32(r, 2 - f) : _mm256_srli_epi32(r, f - 2), four);
+    __m256i c = _mm256_or_si256(low, high);
+    a = _mm256_add_epi16(a, _mm256_maddubs_epi16(c, h[f]));
     b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
   }
   sums->hi = _mm256_add_epi32(sums->hi, _mm256_madd_epi16(a, ones));
@@ -31,20 +50,32 @@ inline void accumulate(__m256i w, const __m256i* h, const __m256i* l, Sums* sums
 }
 
 template <int Bits>
-inline const uint32_t* block_segment(const uint32_t* words, int count, const int8_t* hi, const int8_t* lo, Sums* sums) {
-  constexpr int kFields = 8 / Bits;
-  const int32_t* h32 = reinterpret_cast<const int32_t*>(hi);
-  const int32_t* l32 = reinterpret_cast<const int32_t*>(lo);
-  for (int t = 0; t < count; ++t) {
+inline const uint32_t* block_segment(const uint32_t* words, int count, const int8_t* hi, const int8_t* lo, Sums* sums,
+                                     const char** ahead) {
+  constexpr int kFields = Bits == 3 ? 8 : 8 / Bits;
+  const int part = Bits == 3 ? count / 3 : count;
+  for (int t = 0; t < part; ++t) {
     __m256i h[kFields], l[kFields];
     for (int f = 0; f < kFields; ++f) {
-      h[f] = _mm256_set1_epi32(h32[f * count + t]);
-      l[f] = _mm256_set1_epi32(l32[f * count + t]);
+      int32_t h32, l32;
+      __builtin_memcpy(&h32, hi + (f * part + t) * 4, 4);
+      __builtin_memcpy(&l32, lo + (f * part + t) * 4, 4);
+      h[f] = _mm256_set1_epi32(h32);
+      l[f] = _mm256_set1_epi32(l32);
     }
     const uint32_t* at = words + static_cast<int64_t>(t) * kInterleave;
-    _mm_prefetch(reinterpret_cast<const char*>(at) + 8192, _MM_HINT_T0);
-    accumulate<Bits>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)), h, l, sums);
-    accumulate<Bits>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 8)), h, l, sums + 1);
+    const int64_t next = static_cast<int64_t>(part) * kInterleave;
+    for (int i = 0; i < (Bits == 3 ? 3 : 1); ++i, *ahead += 64) _mm_prefetch(*ahead, _MM_HINT_T0);
+    for (int half = 0; half < 2; ++half) {
+      const __m256i* w = reinterpret_cast<const __m256i*>(at + 8 * half);
+      if constexpr (Bits == 3) {
+        const __m256i* q = reinterpret_cast<const __m256i*>(at + 8 * half + next);
+        const __m256i* r = reinterpret_cast<const __m256i*>(at + 8 * half + 2 * next);
+        accumulate3(_mm256_loadu_si256(w), _mm256_loadu_si256(q), _mm256_loadu_si256(r), h, l, sums + half);
+      } else {
+        accumulate<Bits>(_mm256_loadu_si256(w), h, l, sums + half);
+      }
+    }
   }
   return words + static_cast<int64_t>(count) * kInterleave;
 }
@@ -56,20 +87,22 @@ void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_
     for (int b = 0; b < n_states; ++b) {
       const PlaneState& s = states[b];
       const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
+      const char* ahead = reinterpret_cast<const char*>(words) + kPrefetchBytes;
       const int8_t *hi = s.hi, *lo = s.lo;
       __m256i zero = _mm256_setzero_si256();
       Sums sums[2] = {{zero, zero}, {zero, zero}};
       for (int i = 0; i < p.n_segments; ++i) {
         int count = p.segments[i].words, bits = p.segments[i].bits;
         if (bits == 4)
-          words = block_segment<4>(words, count, hi, lo, sums);
+          words = block_segment<4>(words, count, hi, lo, sums, &ahead);
+        else if (bits == 3)
+          words = block_segment<3>(words, count, hi, lo, sums, &ahead);
         else if (bits == 2)
-          words = block_segment<2>(words, count, hi, lo, sums);
+          words = block_segment<2>(words, count, hi, lo, sums, &ahead);
         else
-          words = block_segment<1>(words, count, hi, lo, sums);
-        int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
-        hi += slots;
-        lo += slots;
+          words = block_segment<1>(words, count, hi, lo, sums, &ahead);
+        hi += p.segments[i].slots();
+        lo += p.segments[i].slots();
       }
       alignas(32) int32_t h[kInterleave], l[kInterleave];
       for (int half = 0; half < 2; ++half) {
@@ -122,9 +155,8 @@ inline double row_dot(const Plane& p, const PlaneState& s, const uint32_t* words
     else
       row_segment<Masked, 1>(words, count, hi, lo, &sums);
     words += count;
-    int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
-    hi += slots;
-    lo += slots;
+    hi += p.segments[k].slots();
+    lo += p.segments[k].slots();
   }
   return join(sum8(sums.hi), sum8(sums.lo));
 }
@@ -132,8 +164,9 @@ inline double row_dot(const Plane& p, const PlaneState& s, const uint32_t* words
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
   const uint32_t* end = p.words + p.rows * p.words_per_row;
+  Fetcher fetcher(p, rows, first, last);
   for (int64_t i = first; i < last; ++i) {
-    if ((i - first) % kTile == 0) fetch_rows(p, rows, i, last - i < kTile ? last : i + kTile);
+    fetcher.reach(i);
     const uint32_t* row = p.words + rows[i] * p.words_per_row;
     double dot =
         row + p.words_per_row + 7 <= end ? row_dot<false>(p, s, row + 1) : row_dot<true>(p, s, row + 1);

@@ -9,29 +9,73 @@ namespace csv_decode {
 namespace {
 #include "row_math.inl"
 
+// Codes are fetched in the order of memory, one line for each line used, not in the order of use: a cold scan takes half
+// the time, since the order of use jumps between the parts of a segment and between blocks.
 constexpr int kPrefetchBytes = 8192;
 
-// 16 rows at once: lane r belongs to row r, state words are broadcast. The codes are taken apart once for S states.
-template <int Bits, int S>
-__attribute__((always_inline)) inline void block_segment(const uint32_t* words, int count, const int8_t* const* hi,
-                                                         const int8_t* const* lo, __m512i* acc_hi, __m512i* acc_lo) {
-  constexpr int kFields = 8 / Bits;
-  const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
-  for (int t = 0; t < count; ++t) {
-    const __m512i w = _mm512_loadu_si512(words + t * kInterleave);
-    _mm_prefetch(reinterpret_cast<const char*>(words + t * kInterleave) + kPrefetchBytes, _MM_HINT_T0);
+// Field f of a word, or of the three words that hold fields of 3 bits.
+template <int Bits>
+__attribute__((always_inline)) inline __m512i field(const __m512i* w, int f) {
+  if constexpr (Bits == 3) {
+    const __m512i low = _mm512_and_si512(_mm512_srli_epi32(w[f / 4], 2 * (f % 4)), _mm512_set1_epi8(3));
+    const __m512i high = f < 2 ? _mm512_slli_epi32(w[2], 2 - f) : _mm512_srli_epi32(w[2], f - 2);
+    return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(4), 0xf8);  // low | (high & 4)
+  }
+  return _mm512_and_si512(f ? _mm512_srli_epi32(w[0], f * Bits) : w[0], _mm512_set1_epi8((1 << Bits) - 1));
+}
+
+// Sums of S states and N blocks of 16 rows: lane r belongs to row r of its block. Few sums alone would wait for
+// themselves, so they are then split in two chains.
+template <int S, int N>
+struct Sums {
+  static constexpr int kChains = S * N < 4 ? 2 : 1;
+  __m512i hi[S][N][kChains], lo[S][N][kChains];
+};
+
+// State words are broadcast, once for all blocks; codes are taken apart once for all states.
+template <int Bits, int S, int N>
+__attribute__((always_inline)) inline void block_segment(const uint32_t* const* words, int count,
+                                                         const int8_t* const* hi, const int8_t* const* lo,
+                                                         Sums<S, N>* sums, const char** ahead) {
+  constexpr int kFields = Bits == 3 ? 8 : 8 / Bits, kParts = Bits == 3 ? 3 : 1;
+  constexpr int kChains = Sums<S, N>::kChains;
+  const int part = count / kParts;
+  for (int t = 0; t < part; ++t) {
+    __m512i w[N][kParts];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int i = 0; i < kParts; ++i) {
+        const uint32_t* at = words[n] + static_cast<int64_t>(i * part + t) * kInterleave;
+        w[n][i] = _mm512_loadu_si512(at);
+        _mm_prefetch(*ahead, _MM_HINT_T0);
+        *ahead += 64;
+      }
 #pragma GCC unroll 8
     for (int f = 0; f < kFields; ++f) {
-      const __m512i c = _mm512_and_si512(f ? _mm512_srli_epi32(w, f * Bits) : w, mask);
-      const int at = (f * count + t) * 4;
+      __m512i c[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) c[n] = field<Bits>(w[n], f);
+      const int at = (f * part + t) * 4;
 #pragma GCC unroll 4
       for (int s = 0; s < S; ++s) {
-        int32_t h, l;
-        __builtin_memcpy(&h, hi[s] + at, 4);
-        __builtin_memcpy(&l, lo[s] + at, 4);
-        // Two chains of additions for each half: one alone would wait for itself.
-        acc_hi[2 * s + (f & 1)] = _mm512_dpbusd_epi32(acc_hi[2 * s + (f & 1)], c, _mm512_set1_epi32(h));
-        acc_lo[2 * s + (f & 1)] = _mm512_dpbusd_epi32(acc_lo[2 * s + (f & 1)], c, _mm512_set1_epi32(l));
+        int32_t h32, l32;
+        __builtin_memcpy(&h32, hi[s] + at, 4);
+        const __m512i h = _mm512_set1_epi32(h32);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          __m512i& a = sums->hi[s][n][f % kChains];
+          a = _mm512_dpbusd_epi32(a, c[n], h);
+        }
+        if constexpr (Bits > 2) {
+          __builtin_memcpy(&l32, lo[s] + at, 4);
+          const __m512i l = _mm512_set1_epi32(l32);
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) {
+            __m512i& b = sums->lo[s][n][f % kChains];
+            b = _mm512_dpbusd_epi32(b, c[n], l);
+          }
+        }
       }
     }
   }
@@ -68,133 +112,150 @@ inline __m512d bf16_to_double8(const uint16_t* p) {
   return _mm512_cvtps_pd(_mm256_castsi256_ps(bits));
 }
 
-template <int S>
+// The float part of a block, from its integer sums.
+inline void finish_block(const Plane& p, const PlaneState& s, int64_t block, __m512i sum_hi, __m512i sum_lo,
+                         float* centre, float* upper) {
+  const int64_t row0 = block * kInterleave;
+  if (p.rows - row0 < kInterleave) {
+    alignas(64) int32_t h[kInterleave], l[kInterleave];
+    _mm512_store_si512(h, sum_hi);
+    _mm512_store_si512(l, sum_lo);
+    double dot[kInterleave];
+    for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
+    bound_block(p, s, block, dot, centre, upper);
+    return;
+  }
+  const __m512i radii = _mm512_loadu_si512(p.words + row0 * p.words_per_row);
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = row0 + half * 8;
+    __m512d start = _mm512_set1_pd(s.base);
+    if (p.bias) start = _mm512_add_pd(start, _mm512_cvtps_pd(_mm256_loadu_ps(p.bias + row)));
+    const __m256i r = half ? _mm512_extracti64x4_epi64(radii, 1) : _mm512_castsi512_si256(radii);
+    const __m256i h = half ? _mm512_extracti64x4_epi64(sum_hi, 1) : _mm512_castsi512_si256(sum_hi);
+    const __m256i l = half ? _mm512_extracti64x4_epi64(sum_lo, 1) : _mm512_castsi512_si256(sum_lo);
+    const Bounds8 out = bound8(s, start, bf16_to_double8(p.rho + row), r, h, l);
+    _mm256_storeu_ps(centre + row, out.centre);
+    _mm256_storeu_ps(upper + row, out.upper);
+  }
+}
+
+template <int S, int N>
 void screen_states(const Plane& p, const PlaneState* states, int64_t block, float* centre, float* upper,
                    int64_t stride) {
-  const uint32_t* begin = p.words + block * kInterleave * p.words_per_row;
-  const uint32_t* words = begin + kInterleave;
+  const uint32_t* words[N];
+  for (int n = 0; n < N; ++n) words[n] = p.words + (block + n) * kInterleave * p.words_per_row + kInterleave;
   const int8_t *hi[S], *lo[S];
-  __m512i acc_hi[2 * S], acc_lo[2 * S];
+  const char* ahead =
+      reinterpret_cast<const char*>(p.words + block * kInterleave * p.words_per_row) + kPrefetchBytes;
+  Sums<S, N> sums;
   for (int s = 0; s < S; ++s) {
     hi[s] = states[s].hi;
     lo[s] = states[s].lo;
+    for (int n = 0; n < N; ++n)
+      for (int c = 0; c < sums.kChains; ++c) sums.hi[s][n][c] = sums.lo[s][n][c] = _mm512_setzero_si512();
   }
-  for (int s = 0; s < 2 * S; ++s) acc_hi[s] = acc_lo[s] = _mm512_setzero_si512();
   for (int i = 0; i < p.n_segments; ++i) {
     const int count = p.segments[i].words, bits = p.segments[i].bits;
     if (bits == 4)
-      block_segment<4, S>(words, count, hi, lo, acc_hi, acc_lo);
+      block_segment<4, S, N>(words, count, hi, lo, &sums, &ahead);
+    else if (bits == 3)
+      block_segment<3, S, N>(words, count, hi, lo, &sums, &ahead);
     else if (bits == 2)
-      block_segment<2, S>(words, count, hi, lo, acc_hi, acc_lo);
+      block_segment<2, S, N>(words, count, hi, lo, &sums, &ahead);
     else
-      block_segment<1, S>(words, count, hi, lo, acc_hi, acc_lo);
-    words += static_cast<int64_t>(count) * kInterleave;
-    const int64_t slots = static_cast<int64_t>(count) * 4 * (8 / bits);
+      block_segment<1, S, N>(words, count, hi, lo, &sums, &ahead);
+    for (int n = 0; n < N; ++n) words[n] += static_cast<int64_t>(count) * kInterleave;
     for (int s = 0; s < S; ++s) {
-      hi[s] += slots;
-      lo[s] += slots;
+      hi[s] += p.segments[i].slots();
+      lo[s] += p.segments[i].slots();
     }
   }
-  const int64_t row0 = block * kInterleave;
-  const __m512i radii = _mm512_loadu_si512(begin);
-  for (int b = 0; b < S; ++b) {
-    const PlaneState& s = states[b];
-    const __m512i sum_hi = _mm512_add_epi32(acc_hi[2 * b], acc_hi[2 * b + 1]);
-    const __m512i sum_lo = _mm512_add_epi32(acc_lo[2 * b], acc_lo[2 * b + 1]);
-    if (p.rows - row0 < kInterleave) {
-      alignas(64) int32_t h[kInterleave], l[kInterleave];
-      _mm512_store_si512(h, sum_hi);
-      _mm512_store_si512(l, sum_lo);
-      double dot[kInterleave];
-      for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
-      bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
-      continue;
+  for (int s = 0; s < S; ++s)
+    for (int n = 0; n < N; ++n) {
+      __m512i h = sums.hi[s][n][0], l = sums.lo[s][n][0];
+      for (int c = 1; c < sums.kChains; ++c) {
+        h = _mm512_add_epi32(h, sums.hi[s][n][c]);
+        l = _mm512_add_epi32(l, sums.lo[s][n][c]);
+      }
+      finish_block(p, states[s], block + n, h, l, centre + s * stride, upper + s * stride);
     }
-    for (int half = 0; half < 2; ++half) {
-      const int64_t row = row0 + half * 8;
-      __m512d start = _mm512_set1_pd(s.base);
-      if (p.bias) start = _mm512_add_pd(start, _mm512_cvtps_pd(_mm256_loadu_ps(p.bias + row)));
-      const __m256i r = half ? _mm512_extracti64x4_epi64(radii, 1) : _mm512_castsi512_si256(radii);
-      const __m256i h = half ? _mm512_extracti64x4_epi64(sum_hi, 1) : _mm512_castsi512_si256(sum_hi);
-      const __m256i l = half ? _mm512_extracti64x4_epi64(sum_lo, 1) : _mm512_castsi512_si256(sum_lo);
-      const Bounds8 out = bound8(s, start, bf16_to_double8(p.rho + row), r, h, l);
-      _mm256_storeu_ps(centre + b * stride + row, out.centre);
-      _mm256_storeu_ps(upper + b * stride + row, out.upper);
-    }
-  }
+}
+
+template <int N>
+void screen_blocks(const Plane& p, const PlaneState* states, int n_states, int64_t block, float* centre, float* upper,
+                   int64_t stride) {
+  int b = 0;
+  for (; b + 4 <= n_states; b += 4)
+    screen_states<4, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
+  for (; b + 2 <= n_states; b += 2)
+    screen_states<2, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
+  for (; b < n_states; ++b)
+    screen_states<1, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
 }
 
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
             float* centre, float* upper, int64_t stride) {
-  for (int64_t block = first; block < last; ++block) {
-    if (closed_block(p, open, block, n_states, centre, upper, stride)) continue;
-    int b = 0;
-    for (; b + 4 <= n_states; b += 4)
-      screen_states<4>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
-    for (; b + 2 <= n_states; b += 2)
-      screen_states<2>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
-    for (; b < n_states; ++b)
-      screen_states<1>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
-  }
+  int64_t block = first;
+  if (!open)
+    for (; block + 2 <= last; block += 2) screen_blocks<2>(p, states, n_states, block, centre, upper, stride);
+  for (; block < last; ++block)
+    if (!closed_block(p, open, block, n_states, centre, upper, stride))
+      screen_blocks<1>(p, states, n_states, block, centre, upper, stride);
 }
 
 // Rows one after another: lane t belongs to word t.
-constexpr int kRows = 8;  // rows that share the state words while these are in registers
+constexpr int kRows = 16;  // rows that share the state words while these are in registers
 
 // 16 words of kRows rows against four (or fewer) of their fields. Two things set the pace here, not the memory: the state
 // words are loaded once for all rows, and row words with plain loads, since masked loads that miss the cache stall
 // (50 ns a row instead of 11, on Zen 5). A plain load may reach up to 15 words behind the row, where the state is zero;
 // `Masked` is for the rows at the end of the plane.
 template <bool Masked, int Bits, int First>
-__attribute__((always_inline)) inline void rows_chunk(const uint32_t* const* words, __mmask16 lanes, const int8_t* hi,
-                                                      const int8_t* lo, int64_t field, __m512i* acc_hi,
-                                                      __m512i* acc_lo) {
+__attribute__((always_inline)) inline void rows_chunk(const uint32_t* const* words, int64_t at, __mmask16 lanes,
+                                                      const int8_t* state, int64_t field, __m512i* acc) {
   constexpr int kFields = 8 / Bits < 4 ? 8 / Bits : 4;
   const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
-  __m512i h[kFields], l[kFields];
+  __m512i h[kFields];
 #pragma GCC unroll 4
-  for (int f = 0; f < kFields; ++f) {
-    h[f] = _mm512_maskz_loadu_epi32(lanes, hi + (First + f) * field);
-    l[f] = _mm512_maskz_loadu_epi32(lanes, lo + (First + f) * field);
-  }
-#pragma GCC unroll 8
+  for (int f = 0; f < kFields; ++f) h[f] = _mm512_maskz_loadu_epi32(lanes, state + (First + f) * field);
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    __m512i w = Masked ? _mm512_maskz_loadu_epi32(lanes, words[r]) : _mm512_loadu_si512(words[r]);
+    __m512i w = Masked ? _mm512_maskz_loadu_epi32(lanes, words[r] + at) : _mm512_loadu_si512(words[r] + at);
 #pragma GCC unroll 4
     for (int f = 0; f < kFields; ++f) {
       __m512i c = _mm512_and_si512(First + f ? _mm512_srli_epi32(w, (First + f) * Bits) : w, mask);
-      acc_hi[r] = _mm512_dpbusd_epi32(acc_hi[r], c, h[f]);
-      acc_lo[r] = _mm512_dpbusd_epi32(acc_lo[r], c, l[f]);
+      acc[r] = _mm512_dpbusd_epi32(acc[r], c, h[f]);
     }
   }
 }
 
-// Partial sums of kRows rows: hi and lo apart, 16 lanes each. `words` point behind the radius word of each row.
-template <bool Masked>
-__attribute__((always_inline)) inline void rows_sums(const Plane& p, const PlaneState& s, const uint32_t** words,
-                                                     __m512i* acc_hi, __m512i* acc_lo) {
-  const int8_t *hi = s.hi, *lo = s.lo;
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) acc_hi[r] = acc_lo[r] = _mm512_setzero_si512();
+// Partial sums of kRows rows, 16 lanes each, of the high or the low halves. `words` point behind the radius word.
+template <bool Masked, bool Low>
+__attribute__((always_inline)) inline void rows_sums(const Plane& p, const PlaneState& s, const uint32_t* const* words,
+                                                     __m512i* acc) {
+  const int8_t* half = Low ? s.lo : s.hi;
+  int64_t first = 0;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) acc[r] = _mm512_setzero_si512();
   for (int k = 0; k < p.n_segments; ++k) {
     const int count = p.segments[k].words, bits = p.segments[k].bits;
     const int64_t field = static_cast<int64_t>(count) * 4;
     for (int t = 0; t < count; t += 16) {
       const __mmask16 lanes = count - t >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - t)) - 1);
-      const int8_t *h = hi + t * 4, *l = lo + t * 4;
+      const int8_t* h = half + t * 4;
       if (bits == 4) {
-        rows_chunk<Masked, 4, 0>(words, lanes, h, l, field, acc_hi, acc_lo);
+        rows_chunk<Masked, 4, 0>(words, first + t, lanes, h, field, acc);
+      } else if (Low) {
+        continue;
       } else if (bits == 2) {
-        rows_chunk<Masked, 2, 0>(words, lanes, h, l, field, acc_hi, acc_lo);
+        rows_chunk<Masked, 2, 0>(words, first + t, lanes, h, field, acc);
       } else {
-        rows_chunk<Masked, 1, 0>(words, lanes, h, l, field, acc_hi, acc_lo);
-        rows_chunk<Masked, 1, 4>(words, lanes, h, l, field, acc_hi, acc_lo);
+        rows_chunk<Masked, 1, 0>(words, first + t, lanes, h, field, acc);
+        rows_chunk<Masked, 1, 4>(words, first + t, lanes, h, field, acc);
       }
-      const int step = count - t >= 16 ? 16 : count - t;
-      for (int r = 0; r < kRows; ++r) words[r] += step;
     }
-    hi += field * (8 / bits);
-    lo += field * (8 / bits);
+    first += count;
+    half += p.segments[k].slots();
   }
 }
 
@@ -214,40 +275,38 @@ inline __m512i sum_each(const __m512i* v) {
 
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
-  // With few slots 256 hi + lo fits int32 for the whole row (15 * 32768 for each slot), and one sum is enough.
-  int64_t slots = 0;
-  for (int k = 0; k < p.n_segments; ++k) slots += static_cast<int64_t>(p.segments[k].words) * 4 * (8 / p.segments[k].bits);
-  const bool joined = slots * 15 * 32768 < (int64_t{1} << 31);
+  bool low = false;  // whether a field is wide enough for 16-bit states
+  for (int k = 0; k < p.n_segments; ++k) low = low || p.segments[k].bits > 2;
   const uint32_t* end = p.words + p.rows * p.words_per_row;
-  for (int64_t i = first; i < last; i += 16) {
-    if ((i - first) % kTile == 0) fetch_rows(p, rows, i, last - i < kTile ? last : i + kTile);
-    const int n = last - i < 16 ? static_cast<int>(last - i) : 16;
-    __m512i sum_hi[16], sum_lo[16];
-    alignas(64) uint32_t radii[16];
-    alignas(64) uint16_t rho[16];
-    for (int part = 0; part < 16; part += kRows) {
-      const uint32_t* words[kRows];
-      bool inside = true;
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t at = i + (part + r < n ? part + r : n - 1);  // at the end, the last row again
-        const uint32_t* row = p.words + rows[at] * p.words_per_row;
-        radii[part + r] = row[0];
-        rho[part + r] = p.rho[rows[at]];
-        words[r] = row + 1;
-        inside = inside && row + p.words_per_row + 15 <= end;
-      }
-      if (inside)
-        rows_sums<false>(p, s, words, sum_hi + part, sum_lo + part);
-      else
-        rows_sums<true>(p, s, words, sum_hi + part, sum_lo + part);
+  Fetcher fetcher(p, rows, first, last);
+  for (int64_t i = first; i < last; i += kRows) {
+    fetcher.reach(i);
+    const int n = last - i < kRows ? static_cast<int>(last - i) : kRows;
+    __m512i sums[kRows];
+    alignas(64) uint32_t radii[kRows];
+    alignas(64) uint16_t rho[kRows];
+    const uint32_t* words[kRows];
+    bool inside = true;
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = i + (r < n ? r : n - 1);  // at the end, the last row again
+      const uint32_t* row = p.words + rows[at] * p.words_per_row;
+      radii[r] = row[0];
+      rho[r] = p.rho[rows[at]];
+      words[r] = row + 1;
+      inside = inside && row + p.words_per_row + 15 <= end;
     }
-    __m512i hi = _mm512_setzero_si512(), lo;
-    if (joined) {
-      for (int r = 0; r < 16; ++r) sum_lo[r] = _mm512_add_epi32(_mm512_slli_epi32(sum_hi[r], 8), sum_lo[r]);
+    __m512i hi, lo = _mm512_setzero_si512();
+    if (inside) {
+      rows_sums<false, false>(p, s, words, sums);
+      hi = sum_each(sums);
     } else {
-      hi = sum_each(sum_hi);
+      rows_sums<true, false>(p, s, words, sums);
+      hi = sum_each(sums);
     }
-    lo = sum_each(sum_lo);
+    if (low) {
+      rows_sums<true, true>(p, s, words, sums);
+      lo = sum_each(sums);
+    }
     for (int half = 0; half < 2; ++half) {
       const int64_t at = i + 8 * half;
       const int some = n - 8 * half;

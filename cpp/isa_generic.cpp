@@ -15,7 +15,7 @@ struct Whole {
   Whole(const Plane& p, const PlaneState& s) {
     int64_t slots = 0;
     for (int i = 0; i < p.n_segments; ++i)
-      slots += static_cast<int64_t>(p.segments[i].words) * 4 * (8 / p.segments[i].bits);
+      slots += p.segments[i].slots();
     q.resize(static_cast<std::size_t>(slots));
     for (int64_t j = 0; j < slots; ++j) q[static_cast<std::size_t>(j)] = static_cast<int16_t>(256 * s.hi[j] + s.lo[j]);
   }
@@ -42,6 +42,16 @@ int64_t segment_dot(const uint8_t* bytes, int64_t count, const int16_t* q) {
   return total;
 }
 
+// Fields of 3 bits: `count` bytes in each of the three parts.
+int64_t segment3_dot(const uint8_t* bytes, int64_t count, const int16_t* q) {
+  const uint8_t* high = bytes + 2 * count;
+  int64_t total = 0;
+  for (int f = 0; f < 8; ++f)
+    total += field_dot<2>(bytes + (f / 4) * count, count, (f % 4) * 2, q + f * count) +
+             4 * field_dot<1>(high, count, f, q + f * count);
+  return total;
+}
+
 // Integer dot of one row with contiguous code words.
 double row_dot(const Plane& p, const Whole& state, const uint32_t* words) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(words);
@@ -52,12 +62,14 @@ double row_dot(const Plane& p, const Whole& state, const uint32_t* words) {
     int bits = p.segments[i].bits;
     if (bits == 4)
       total += segment_dot<4>(bytes, count, q);
+    else if (bits == 3)
+      total += segment3_dot(bytes, count / 3, q);
     else if (bits == 2)
       total += segment_dot<2>(bytes, count, q);
     else
       total += segment_dot<1>(bytes, count, q);
     bytes += count;
-    q += count * (8 / bits);
+    q += p.segments[i].slots();
   }
   return static_cast<double>(total);
 }
@@ -84,8 +96,9 @@ void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_
 void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const float* start, int64_t first, int64_t last,
             float* centre, float* upper) {
   Whole whole(p, s);
+  Fetcher fetcher(p, rows, first, last);
   for (int64_t i = first; i < last; ++i) {
-    if ((i - first) % kTile == 0) fetch_rows(p, rows, i, last - i < kTile ? last : i + kTile);
+    fetcher.reach(i);
     const uint32_t* words = p.words + rows[i] * p.words_per_row;
     bound(s, start[i], bf16_to_float(p.rho[rows[i]]), words[0], row_dot(p, whole, words + 1), centre + i, upper + i);
   }

@@ -72,16 +72,18 @@ class BoundPlane {
     plane_.rows = static_cast<int64_t>(rho.shape(0));
     plane_.words_per_row = static_cast<int32_t>(words.shape(1));
     expect(!bias || bias->shape(0) == rho.shape(0), "bias and rho differ in length");
-    expect(segments.shape(0) <= kMaxSegments && segments.shape(1) == 2, "segments must be at most 3 pairs");
+    expect(segments.shape(0) <= kMaxSegments && segments.shape(1) == 2, "segments must be at most 4 pairs");
     plane_.n_segments = static_cast<int32_t>(segments.shape(0));
     int64_t used = 1;
     for (int i = 0; i < plane_.n_segments; ++i) {
       int32_t bits = segments(i, 0), count = segments(i, 1);
-      expect(bits == 1 || bits == 2 || bits == 4, "fields have 1, 2 or 4 bits");
+      expect(bits >= 1 && bits <= 4, "fields have 1 to 4 bits");
       expect(count > 0, "segments have at least one word");
+      expect(bits != 3 || count % 3 == 0, "fields of 3 bits fill three words at a time");
       plane_.segments[i] = {bits, count};
+      by_rows_ = by_rows_ && bits != 3;
       used += count;
-      slots_ += static_cast<int64_t>(count) * 4 * (8 / bits);
+      slots_ += plane_.segments[i].slots();
     }
     expect(used == plane_.words_per_row, "segments do not fill the words of a row");
     expect(slots_ <= 65536, "more slots than the rounding analysis covers");
@@ -91,6 +93,7 @@ class BoundPlane {
 
   const Plane& plane() const { return plane_; }
   int64_t slots() const { return slots_; }
+  bool by_rows() const { return by_rows_; }  // whether `refine` can read it
   int64_t stored() const { return static_cast<int64_t>(words_.shape(0)); }
 
  private:
@@ -99,6 +102,7 @@ class BoundPlane {
   std::optional<In<float, 1>> bias_;
   Plane plane_{};
   int64_t slots_ = 0;
+  bool by_rows_ = true;
 };
 
 std::vector<PlaneState> states_of(const BoundPlane& plane, In<int8_t, 2> hi, In<int8_t, 2> lo, In<double, 2> params) {
@@ -146,6 +150,7 @@ void refine(const std::string& isa, int threads, const BoundPlane& bound, In<int
   auto states = states_of(bound, hi, lo, params);
   int64_t n = static_cast<int64_t>(rows.shape(0));
   expect(states.size() == 1, "one state at a time");
+  expect(bound.by_rows(), "fields of 3 bits are for plane 0");
   expect(start.shape(0) == rows.shape(0) && centre.shape(0) == rows.shape(0) && upper.shape(0) == rows.shape(0),
          "one entry a row");
   for (int64_t i = 0; i < n; ++i)
@@ -266,6 +271,7 @@ class BoundCascade {
     for (auto& [bound, dim, step, cmax, radius_step] : planes) {
       CascadePlane plane{};
       plane.plane = bound->plane();
+      expect(s.planes.empty() || bound->by_rows(), "fields of 3 bits are for plane 0");
       size_t slots = static_cast<size_t>(bound->slots());
       expect(dim.shape(0) == slots && step.shape(0) == slots && cmax.shape(0) == slots, "one entry a slot");
       expect(radius_step.shape(0) == kGroups, "one radius step a group");

@@ -7,13 +7,17 @@ namespace csv_decode {
 
 constexpr int kInterleave = 16;  // rows of plane 0 that share a 64-byte vector
 constexpr int kGroups = 4;       // groups of dimensions with a radius each
-constexpr int kMaxSegments = 3;  // fields of 4, 2 and 1 bits
+constexpr int kMaxSegments = 4;  // fields of 4, 3, 2 and 1 bits
 
 // `words` consecutive 32-bit words of a row whose bytes each hold 8 / bits fields of `bits` bits.
-// Sub-field s of byte k of word t is slot (s * words + t) * 4 + k of the segment.
+// Field f of byte k of word t is slot (f * words + t) * 4 + k of the segment.
+// Fields of 3 bits (plane 0 only) lie in three parts of n = words / 3 words each: the low two bits of fields 0 to 3 in
+// the first, of fields 4 to 7 in the second, the high bits of all eight in the third. Field f of byte k of word t of each
+// part is slot (f * n + t) * 4 + k.
 struct Segment {
   int32_t bits;
   int32_t words;
+  int64_t slots() const { return static_cast<int64_t>(words) * 32 / bits; }
 };
 
 // One plane of codes. Each row is one radius word (kGroups bytes) followed by the code words of the segments.
@@ -34,7 +38,7 @@ struct Plane {
 // `start` is `base` + bias for plane 0 and the centre of the plane before for the others.
 struct PlaneState {
   const int8_t* hi;  // (slots) high and low halves of the 16-bit state, in slot order, segment by segment
-  const int8_t* lo;
+  const int8_t* lo;  // zero, and not read, for fields of 1 and 2 bits
   double half_scale;
   double offset;
   double constant;

@@ -60,19 +60,54 @@ inline void bound(const PlaneState& s, double start, double rho, uint32_t radii,
   *upper = round_up((mid + radius) + (s.slack + absolute(start) * s.start_slack));
 }
 
-constexpr int64_t kTile = 128;  // rows brought in together: about 20 KB
+// Brings codes of a later plane into the cache ahead of `refine`, in tiles of rows.
+class Fetcher {
+ public:
+  Fetcher(const Plane& p, const int64_t* rows, int64_t first, int64_t last) : p_(p), rows_(rows), first_(first), last_(last) {}
 
-// Reads each cache line of rows [first, last) in a loop so short that many misses are under way at once. Prefetch
-// instructions between the computations had no effect here; this halves the time of a row that comes from memory.
-inline void fetch_rows(const Plane& p, const int64_t* rows, int64_t first, int64_t last) {
-  uint32_t sum = 0;
-  for (int64_t i = first; i < last; ++i) {
-    const uint32_t* row = p.words + rows[i] * p.words_per_row;
-    for (int32_t at = 0; at < p.words_per_row; at += 16) sum += row[at];
-    sum += row[p.words_per_row - 1];
+  // Called for rows first, first + step, ... with step dividing kTile.
+  void reach(int64_t i) {
+    if ((i - first_) % kTile == 0) {
+      const int64_t end = last_ - i < kTile ? last_ : i + kTile;
+      dense_ = rows_[end - 1] - rows_[i] < kDense * (end - i);
+      if (!dense_) fetch(i, end);
+    }
+    if (dense_) stream(i + kAhead < last_ ? i + kAhead : last_ - 1);
   }
-  asm volatile("" : : "r"(sum));
-}
+
+ private:
+  static constexpr int64_t kTile = 128;  // rows: about 20 KB
+  static constexpr int64_t kAhead = 48;  // rows
+  static constexpr int64_t kDense = 4;
+
+  const char* row(int64_t i) const { return reinterpret_cast<const char*>(p_.words + rows_[i] * p_.words_per_row); }
+
+  // Each line of some rows, in a loop so short that many misses are under way at once. Prefetch instructions between the
+  // computations had less effect.
+  void fetch(int64_t first, int64_t last) const {
+    uint32_t sum = 0;
+    for (int64_t i = first; i < last; ++i) {
+      const uint32_t* words = p_.words + rows_[i] * p_.words_per_row;
+      for (int32_t at = 0; at < p_.words_per_row; at += 16) sum += words[at];
+      sum += words[p_.words_per_row - 1];
+    }
+    asm volatile("" : : "r"(sum));
+  }
+
+  // Where a quarter of the rows or more is wanted, memory hands over all lines in order sooner than some of them.
+  void stream(int64_t to) {
+    const char* end = row(to) + p_.words_per_row * 4;
+    if (!at_) at_ = row(first_);
+    if (end - at_ > kAhead * kDense * p_.words_per_row * 4) at_ = row(to);  // tiles before this one were not dense
+    for (; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 3);
+  }
+
+  const Plane& p_;
+  const int64_t* rows_;
+  int64_t first_, last_;
+  const char* at_ = nullptr;
+  bool dense_ = false;
+};
 
 // The fixed order in which 16 partial sums become one.
 inline double fold16(const double* lane) {

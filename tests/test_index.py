@@ -226,7 +226,7 @@ def test_a_safetensors_file_of_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(saved: tuple, tmp_path: Path) -> None:
     path = rewrite(saved[0], tmp_path / "x", metadata={"version": 99})
-    with pytest.raises(cd.IndexFileError, match="has format version 99, this program reads version 1"):
+    with pytest.raises(cd.IndexFileError, match="has format version 99, this program reads version 2"):
         cd.load_index(path)
 
 

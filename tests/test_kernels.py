@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -46,7 +47,8 @@ def random_states(rng: np.random.Generator, plane: Plane, count: int) -> PlaneSt
     params[:, 2:7] = np.abs(params[:, 2:7])
     params[:, 8:] = np.abs(params[:, 8:]) * 1e-6
     hi = rng.integers(-127, 128, (count, slots)).astype(np.int8)
-    return PlaneStates(hi, rng.integers(-128, 128, (count, slots)).astype(np.int8), params)
+    lo = rng.integers(-128, 128, (count, slots)) * (plane.slots[2] > 3)  # narrow fields meet the high byte alone
+    return PlaneStates(hi, lo.astype(np.int8), params)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -99,29 +101,38 @@ def test_refine_equals_the_reference_to_the_bit(isa: str, blocks: int) -> None:
 @pytest.mark.parametrize("isa", NATIVE)
 def test_extreme_codes_and_states_do_not_saturate(isa: str) -> None:
     """All codes at their maximum against all state bytes at theirs: vpmaddubsw would clip a careless kernel."""
-    for bits in ([4] * 20, [2] * 20, [1] * 20, [7] * 20):
-        width = np.array(bits, np.int32)
-        empty = Plane(width, np.ones(20, np.float32), np.ones(4, np.float32), np.zeros((0, 1), np.uint32), False)
-        codes = np.full((16, 640), 2 ** bits[0] - 1, np.uint8)
+    for bits, interleaved in itertools.product((4, 3, 2, 1, 7), (True, False)):
+        width = np.full(20, bits, np.int32)
+        empty = Plane(width, np.ones(20, np.float32), np.ones(4, np.float32), np.zeros((0, 1), np.uint32), interleaved)
+        codes = np.full((16, 640), 2**bits - 1, np.uint8)
         words = empty.pack(codes, np.full((16, 4), 255, np.uint8))
-        slots = len(empty.slots[0])
+        cmax = empty.slots[2]
         for hi, lo in ((127, 127), (-127, -128)):
             params = np.array([[1.0, 0, 0, 1, 1, 1, 1, 0, 0, 0]])
-            states = PlaneStates(np.full((1, slots), hi, np.int8), np.full((1, slots), lo, np.int8), params)
+            low = lo * (cmax > 3)  # narrow fields meet the high byte alone
+            states = PlaneStates(np.full((1, len(cmax)), hi, np.int8), low.astype(np.int8)[None], params)
             rho = np.full(16, 0x3F80, np.uint16)
-            for interleaved in (True, False):
-                stored = words.reshape(1, 16, -1).transpose(0, 2, 1).reshape(16, -1) if interleaved else words
-                plane = Plane(width, empty.step, empty.radius_step, np.ascontiguousarray(stored), interleaved)
-                k = get_kernels(isa, 1)
-                handle = k.bind(plane, rho, None)
-                expected = 2.0 * (256 * hi + lo) * float(empty.slots[2].sum())
-                if interleaved:
-                    centre, upper = k.screen(handle, states, None)
-                    centre, upper = centre[0], upper[0]
-                else:
-                    centre, upper = k.refine(handle, states, np.arange(16), np.zeros(16, np.float32))
-                np.testing.assert_array_equal(centre, np.float32(expected))
-                assert (upper.astype(np.float64) >= expected + 4 * 255).all()
+            stored = words.reshape(1, 16, -1).transpose(0, 2, 1).reshape(16, -1) if interleaved else words
+            plane = Plane(width, empty.step, empty.radius_step, np.ascontiguousarray(stored), interleaved)
+            k = get_kernels(isa, 1)
+            handle = k.bind(plane, rho, None)
+            expected = 2.0 * float((256 * hi + low) @ cmax)
+            if interleaved:
+                centre, upper = k.screen(handle, states, None)
+                centre, upper = centre[0], upper[0]
+            else:
+                centre, upper = k.refine(handle, states, np.arange(16), np.zeros(16, np.float32))
+            np.testing.assert_array_equal(centre, np.float32(expected))
+            assert (upper.astype(np.float64) >= expected + 4 * 255).all()
+
+
+@pytest.mark.parametrize("isa", NATIVE)
+def test_fields_of_three_bits_are_for_plane_0(isa: str) -> None:
+    plane, _, _ = random_plane(np.random.default_rng(0), 32, [3, 2], True)
+    k = get_kernels(isa, 1)
+    with pytest.raises(ValueError, match="plane 0"):
+        states = random_states(np.random.default_rng(0), plane, 1)
+        k.refine(k.bind(plane, np.full(32, 0x3F80, np.uint16), None), states, np.arange(4), np.zeros(4, np.float32))
 
 
 @pytest.mark.parametrize("isa", NATIVE)

@@ -380,6 +380,9 @@ class CertifiedHead:
                 assert rows is not None
                 step.bytes_read += len(rows) * row_bytes[i]
                 centre, upper = kernels.refine(self._planes[i], states[i].one(b), rows, centre)
+                keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
+                step.drop(dropped)
+                rows, centre, upper = rows[keep], centre[keep], upper[keep]
             lead = kernels.leaders(centre, step.k + (_SPARE_LEADERS if i == 0 else 0))
             self._score(step, self._token_ids(lead if rows is None else rows[lead]))
             keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))

@@ -4,8 +4,9 @@ A plane codes every row, in the space of the transform, as ``rho_i * xc_i`` with
 
     xc_ij = sum over the slots (j, step) of row i:  step * (c - cmax / 2),      c in 0 .. cmax = 2^bits - 1.
 
-A slot is one field of 4, 2 or 1 bits. A dimension with b bits has one slot for each power of two in b; its steps are
-such that the fields together are one b-bit integer: 3 bits with step s are 2 bits with step 2 s and 1 bit with step s.
+A slot is one field of 4, 3, 2 or 1 bits. A dimension with more bits has several slots, whose steps are such that the
+fields together are one integer: 6 bits with step s are 4 bits with step 4 s and 2 bits with step s. Plane 0 has fields
+of 3 bits; in the later planes 3 bits are 2 bits and 1 bit, which suits rows that are read one by one.
 Slots are grouped in segments of equal field width and packed in 32-bit words (see cpp/plane.hpp for the layout).
 """
 
@@ -28,7 +29,7 @@ BLOCK = 32  # dimensions that share a bit width: one vector of 16 rows at 1 bit
 GROUPS = 4  # radii a row
 MAX_PLANES = 4  # what the rounding analysis of `verify_index` covers, with room
 INTERLEAVE = 16  # rows that plane 0 stores together
-_PEAK = 32512  # largest |q|: its high byte stays within -127 .. 127 and its low byte within -128 .. 127
+_PEAK = 32512  # largest |q|, 127 * 256: its high byte stays within -127 .. 127 and its low byte within -128 .. 127
 
 
 def group_edges(dims: int) -> I64:
@@ -48,24 +49,31 @@ class Plane:
     words: NDArray[np.uint32]
     interleaved: bool
 
+    def _blocks(self, width: int) -> I64:
+        """Blocks that have a field of so many bits."""
+        if self.interleaved and width < 4:
+            return np.nonzero((self.bits & 3) == width)[0]
+        return np.nonzero((self.bits & width) == width)[0]
+
+    def _shift(self, width: int) -> NDArray[np.int32]:
+        """Bits below the field of that width, for each block that has one."""
+        bits = self.bits[self._blocks(width)]
+        return bits & 0 if width == 3 else bits & (width - 1)
+
     @cached_property
     def segments(self) -> NDArray[np.int32]:
         """(n, 2): field width and words, for the field widths that occur."""
-        rows = []
-        for width in (4, 2, 1):
-            blocks = int(((self.bits & width) != 0).sum())
-            if blocks:
-                rows.append((width, blocks * width))
-        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+        widths = (4, 3, 2, 1) if self.interleaved else (4, 2, 1)
+        rows = [(width, len(self._blocks(width)) * width) for width in widths]
+        return np.array([row for row in rows if row[1]], dtype=np.int32).reshape(-1, 2)
 
     @cached_property
     def slots(self) -> tuple[I64, F64, F64]:
         """Dimension, step and cmax of every slot, in the order of the state bytes."""
         dims, steps, cmax = [], [], []
         for width, words in self.segments:
-            blocks = np.nonzero(self.bits & width)[0]
-            # the fields above this one in the same dimension: 3 bits are (2, 1), 7 bits are (4, 2, 1)
-            weight = 2.0 ** (self.bits[blocks] & (width - 1))
+            blocks = self._blocks(int(width))
+            weight = 2.0 ** self._shift(int(width))
             dim = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
             step = np.repeat(self.step[blocks].astype(np.float64) * weight, BLOCK)
             order = self._order(int(words), int(width))
@@ -78,8 +86,9 @@ class Plane:
 
     @staticmethod
     def _order(words: int, width: int) -> I64:
-        """Slot (field f, word t, byte k) holds dimension (t * fields + f) * 4 + k of the segment."""
-        fields = 8 // width
+        """Slot (field f, word t, byte k) holds dimension (t * fields + f) * 4 + k of the segment; three words that hold
+        fields of 3 bits together count as one with eight of them."""
+        words, fields = (words // 3, 8) if width == 3 else (words, 8 // width)
         dims = np.arange(words * fields * 4).reshape(words, fields, 4)
         return dims.transpose(1, 0, 2).reshape(-1)
 
@@ -93,14 +102,18 @@ class Plane:
         parts = [np.ascontiguousarray(radii).view(np.uint32).reshape(n, 1)]
         blocks_of = codes.reshape(n, -1, BLOCK)
         for width, words in self.segments:
-            blocks = np.nonzero(self.bits & width)[0]
-            shift = (self.bits[blocks] & (width - 1)).astype(np.uint8)
-            field = (blocks_of[:, blocks] >> shift[:, None]) & np.uint8(2**width - 1)
-            field = field.reshape(n, words, 8 // width, 4)
-            byte = np.zeros((n, words, 4), np.uint8)
-            for f in range(8 // width):
-                byte |= field[:, :, f] << np.uint8(f * width)
-            parts.append(byte.view(np.uint32).reshape(n, words))
+            shift = self._shift(int(width)).astype(np.uint8)
+            field = (blocks_of[:, self._blocks(int(width))] >> shift[:, None]) & np.uint8(2**width - 1)
+            if width == 3:
+                field = field.reshape(n, words // 3, 8, 4)
+                split = [(field[:, :, :4] & np.uint8(3), 2), (field[:, :, 4:] & np.uint8(3), 2), (field >> np.uint8(2), 1)]
+            else:
+                split = [(field.reshape(n, words, 8 // width, 4), int(width))]
+            for part, size in split:
+                byte = np.zeros((n, part.shape[1], 4), np.uint8)
+                for f in range(part.shape[2]):
+                    byte |= part[:, :, f] << np.uint8(f * size)
+                parts.append(byte.view(np.uint32).reshape(n, -1))
         return np.concatenate(parts, axis=1)
 
     def rows(self, first: int, last: int) -> NDArray[np.uint32]:
@@ -120,8 +133,13 @@ class Plane:
         parts, at = [], 1
         for width, count in self.segments:
             byte = np.ascontiguousarray(words[:, at : at + count]).view(np.uint8)
-            mask = np.uint8(2**width - 1)
-            parts += [(byte >> np.uint8(f * width)) & mask for f in range(8 // width)]
+            if width == 3:
+                p, q, r = np.split(byte, 3, axis=1)
+                low = [(two >> np.uint8(2 * f)) & np.uint8(3) for two in (p, q) for f in range(4)]
+                parts += [two | (((r >> np.uint8(f)) & np.uint8(1)) << np.uint8(2)) for f, two in enumerate(low)]
+            else:
+                mask = np.uint8(2**width - 1)
+                parts += [(byte >> np.uint8(f * width)) & mask for f in range(8 // width)]
             at += count
         return (np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.uint8)), radii
 
@@ -133,7 +151,7 @@ class Plane:
         values = step * (codes - cmax / 2)
         at = 0
         for width, words in self.segments:  # no dimension occurs twice within a segment
-            here = slice(at, at := at + int(words) * 4 * (8 // int(width)))
+            here = slice(at, at := at + int(words) * 32 // int(width))
             out[:, dim[here]] += values[:, here]
         return out
 
@@ -165,7 +183,10 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
 
     and (B,) bounds half_scale sum cmax |q| on the absolute value of the second term.
 
-    Proof. <xc, M h> = sum step (c - cmax/2) H_dim. With v = step H~_dim and q = rint(v / scale), the slot's term
+    Fields of 3 and 4 bits meet states of 16 bits; narrower ones meet the high byte alone (q is a multiple of 256), where
+    rounding costs little: a field's share of the error grows with cmax.
+
+    Proof. <xc, M h> = sum step (c - cmax/2) H_dim. With v = step H~_dim and q near v / scale, the slot's term
     differs from scale q (c - cmax/2) by at most cmax/2 (|v - scale q| + step white_error), since |c - cmax/2| <=
     cmax/2. Summing, sum scale q (c - cmax/2) = scale/2 (2 D - sum cmax q), and the last factor is an integer that
     float64 holds exactly. RELATIVE * peak covers the rounding of v, of scale q and of their difference;
@@ -175,7 +196,8 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
     v = white[:, dim] * step
     peak = np.max(np.abs(v), axis=1, initial=0.0)
     scale = np.where(peak > ABSOLUTE, peak / _PEAK, 1.0)[:, None]  # all codes meet q = 0 in a vanishing state
-    q = np.clip(np.rint(v / scale), -_PEAK, _PEAK)
+    quantum = np.where(cmax <= 3, 256.0, 1.0)
+    q = np.clip(np.rint(v / (scale * quantum)) * quantum, -_PEAK, _PEAK)
     left = np.abs(v - q * scale) + RELATIVE * peak[:, None] + white_error[:, dim] * step
     error = (left @ (cmax / 2)) * INFLATE
     reach = (scale[:, 0] / 2) * (np.abs(q) @ cmax)

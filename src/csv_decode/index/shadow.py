@@ -126,6 +126,13 @@ def solve_transform(transform: NDArray[np.float16], width: int) -> tuple[F64, fl
     return solve, float(np.linalg.norm(stored) * np.linalg.norm(solve))
 
 
+def _aligned(rows: int, words: int) -> NDArray[np.uint32]:
+    """Zeros (rows, words) that begin at a cache line, as they do in an index file."""
+    raw = np.zeros(rows * words * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + rows * words * 4].view(np.uint32).reshape(rows, words)
+
+
 class _UncodableError(Exception):
     """Position of a row whose rest fits no radius at any row scale."""
 
@@ -262,7 +269,7 @@ def build_shadow(
         for i, (q, unit) in enumerate(zip(coder.quantisers, coder.radius_steps, strict=True))
     ]
     padded = -(-n // INTERLEAVE) * INTERLEAVE
-    words = [np.zeros((padded if p.interleaved else n, p.words_per_row), np.uint32) for p in planes]
+    words = [_aligned(padded if p.interleaved else n, p.words_per_row) for p in planes]
     rho_bits = np.zeros(n, np.uint16)
     g = gamma(dims + width + 8)
     done = 0
