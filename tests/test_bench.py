@@ -15,7 +15,7 @@ import csv_decode as cd
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from csv_decode.bench import machine, peers, run, states, steps  # noqa: E402
+from csv_decode.bench import generation, machine, peers, run, states, steps  # noqa: E402
 from csv_decode.calibration import OPENINGS  # noqa: E402
 from csv_decode.cli import app  # noqa: E402
 from csv_decode.models import load_model  # noqa: E402
@@ -75,6 +75,8 @@ def test_bench_measures_every_case_and_writes_tables_figures_and_pictures(
     assert report["wrong"] == 0
     assert report["compared"] == 16
     assert "16 answers of ours compared with the exact ones, 0 differ" in result.stdout
+    assert all(f["lines"]["mean"] >= f["bytes"]["mean"] * 0.9 for f in ours)
+    assert "whole cache lines of 64 bytes" in result.stdout
     assert report["kind"] == "real"
     assert "RANDOM" not in result.stdout
     for name in ("torch float32", "torch bfloat16"):
@@ -143,6 +145,37 @@ def test_stages_add_up_to_the_bytes_read_and_exact_rows_are_what_the_certificate
         assert list(stages) == ["transform", "plane 0", "plane 1", "exact rows"]
         np.testing.assert_allclose(sum(stages.values()), found.bytes_read, rtol=1e-12)
         np.testing.assert_allclose(stages["exact rows"], found.rows_scored * 64 * 4, atol=1)
+
+
+def test_lines_are_counted_from_where_the_rows_lie() -> None:
+    weight, h = make_head(2000, 64)
+    head = cd.CertifiedHead(cd.build_index(weight, h, seed=0), weight)
+    assert head.index is not None
+    assert head.index.shadow is not None
+    plane = head.index.shadow.planes[1]
+    for batch in (1, 5):
+        found = head.top_k(h[:batch], 3).certificates
+        stages, lines = run.bytes_by_stage(head, found), run.lines_by_stage(head, found)
+        assert list(lines) == list(stages)
+        for name in ("transform", "plane 0"):
+            assert ((lines[name] >= stages[name]) & (lines[name] < stages[name] + run.LINE)).all(), name
+        starts = plane.words.ctypes.data + np.arange(2000) * plane.words.strides[0]
+        touched = (starts + plane.words_per_row * 4 - 1) // 64 - starts // 64 + 1
+        most = 2000 * plane.words.strides[0] + 64
+        expected = np.minimum(found.survivors[:, 0] * touched.mean() * 64, most)
+        np.testing.assert_allclose(lines["plane 1"], expected, rtol=0.01)
+        each = 4 if weight.ctypes.data % 64 == 0 else 5
+        np.testing.assert_allclose(lines["exact rows"], found.rows_scored * each * 64)
+
+
+def test_rows_with_padding_count_their_own_bytes_in_lines() -> None:
+    room = np.zeros(100 * 64 + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :][: 100 * 64]
+    tight, padded = room[: 100 * 40].reshape(100, 40), room.reshape(100, 64)
+    rows = np.array([0.0, 10.0])
+    np.testing.assert_array_equal(run._row_lines(padded, 40, rows), [0, 640])
+    np.testing.assert_array_equal(run._row_lines(tight, 40, rows), [0, 640 * 1.5])  # 4 of 8 rows lie across two lines
+    assert run._row_lines(tight, 40, np.array([100.0])) == 100 * 40 + 64, "no more than the table"
 
 
 def test_stages_of_a_fallback_are_the_dense_product() -> None:
@@ -215,6 +248,87 @@ def test_states_come_from_other_openings_and_leave_torchs_random_state_alone() -
     np.testing.assert_array_equal(found, states.decode_states(model, tiny_tokenizer(), 30))
     assert torch.equal(before, torch.get_rng_state())
     assert states.decode_states(model, None, 5).shape == (5, WIDTH)
+
+
+# End to end
+
+
+def test_end_to_end_compares_three_heads_on_the_same_tokens(folder: Path, index_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, pictures = tmp_path / "figures.json", tmp_path / "pictures"
+    options = ["--end-to-end", "--quick", "--tokens", 5, "--threads", 1, "--index", index_file]
+    result = command("bench", folder, *options, "--json", file, "--plots", pictures)
+    report = json.loads(file.read_text())
+    assert (report["dtype"], report["tokens"]) == ("float32", 5)
+    (found,) = report["end_to_end"]
+    assert (found["prompts"], found["wrong"], found["dense_steps"]) == (6, 0, {})
+    assert found["certified_steps"] == found["tokens"] > 6
+    figures = {f["method"]: f for f in found["figures"]}
+    assert list(figures) == [generation.STOCK, run.OURS, generation.FREE]
+    for f in figures.values():
+        assert f["first_ms"] > 0
+        assert 0 < f["ms"]["p50"] <= f["ms"]["p90"] <= f["ms"]["p99"]
+    assert figures[generation.STOCK]["speedup"] == figures[generation.FREE]["of_ceiling"] == 1
+    assert f"certified  {found['tokens']} of {found['tokens']} steps" in result.stdout
+    assert "equal to stock's on 6 of 6 prompts" in result.stdout
+    assert (pictures / "end_to_end.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_end_to_end_says_that_a_bfloat16_head_stays_dense(folder: Path, tmp_path: Path) -> None:
+    options = ["--end-to-end", "--quick", "--tokens", 3, "--threads", 1, "--dtype", "bfloat16"]
+    result = command("bench", folder, *options, "--json", tmp_path / "figures.json")
+    (found,) = json.loads((tmp_path / "figures.json").read_text())["end_to_end"]
+    assert found["certified_steps"] == 0
+    assert found["dense_steps"] == {"bfloat16 output layer": found["tokens"]}
+    assert f"{found['tokens']} (bfloat16 output layer)" in result.stdout
+    assert "csv-decode here is the stock head once more" in result.stdout
+
+
+def test_the_three_heads_get_the_same_prompts_and_leave_the_model_as_it_was() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    layer, kind = model.get_output_embeddings(), type(model)
+    index = cd.build_index(layer.weight, seed=0)
+    prompts = ["w1 w2", "w3", "w4 w5 w6"]
+    found = generation.measure_generation(model, tokenizer, index, 1, prompts, tokens=4)
+    assert (found["differ"], found["prompts"]) == (0, 3)
+    assert type(model) is kind
+    assert type(layer) is torch.nn.Linear
+    assert "forward" not in vars(layer)
+    assert not hasattr(model, "csv_decode")
+
+
+def test_a_wrong_token_end_to_end_is_told_from_rounding(
+    folder: Path, index_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = cd.CertifiedHead.top_k
+
+    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
+        top = honest(self, hidden, k, ties)
+        top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
+        return top
+
+    monkeypatch.setattr(cd.CertifiedHead, "top_k", forged)
+    options = ["--end-to-end", "--quick", "--tokens", 3, "--threads", 1, "--index", index_file]
+    assert "on 6 prompts the certified head writes other tokens" in command("bench", folder, *options, status=1).stderr
+
+
+def test_a_difference_within_the_rounding_of_the_stock_head_is_none() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2]  # every row has a twin
+    prompt = tokenizer("w7 w8", return_tensors="pt")
+    spec = cd.HeadSpec(model.lm_head.weight)
+    with torch.no_grad():
+        best = int(model(**prompt).logits[0, -1].argmax())
+        assert generation._rounded(model, spec, prompt, [best], [best ^ 1])
+        assert not generation._rounded(model, spec, prompt, [best], [(best + 2) % VOCABULARY])
+        assert not generation._rounded(model, spec, prompt, [best], [best, best])
+
+
+@pytest.mark.parametrize("option", [["--k", 1], ["--batch", 1], ["--states", 5], ["--random"]])
+def test_what_does_not_go_end_to_end_is_a_usage_error(folder: Path, option: list[Any]) -> None:
+    command("bench", folder, "--end-to-end", *option, status=2)
+    command("bench", folder, "--tokens", 5, status=2)
 
 
 # advise
