@@ -352,6 +352,31 @@ def test_a_model_without_tokenizer_can_be_taken_apart() -> None:
     assert min(step.body, step.stock_head, step.our_head) > 0
 
 
+def test_one_slow_step_does_not_move_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are medians: of five steps, one takes a second more in each part."""
+    ticks, slow = [0.0], iter([0, 0, 0, 0, 1, 0, 0, 0])
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            ticks[0] += 0.001 + late[0]
+            return ticks[0]
+
+    late = [0.0]
+    honest = cd.CertifiedHead.top_k
+
+    def top_k(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
+        late[0] = float(next(slow))
+        return honest(self, hidden, k, ties)
+
+    monkeypatch.setattr(steps, "time", Clock)
+    monkeypatch.setattr(cd.CertifiedHead, "top_k", top_k)
+    model = tiny_model()
+    head = cd.CertifiedHead(None, model.get_output_embeddings().weight)
+    step = steps.decode_steps(model, None, head, batch=1, steps=5)
+    assert (step.body, step.stock_head, step.our_head) == pytest.approx((0.001, 0.001, 0.001))
+
+
 def test_advice_follows_the_figures() -> None:
     fast = steps.Step(1, body=1.0, stock_head=1.0, our_head=0.1)
     slow = steps.Step(8, body=1.0, stock_head=1.0, our_head=2.0)
@@ -368,7 +393,9 @@ def test_advice_follows_the_figures() -> None:
     assert steps.advice([fast], "it is tiny") == "Not worth it: it is tiny."
 
 
-@pytest.mark.parametrize(("energy", "said"), [(1.0, "fits the text"), (1.7, "fits roughly"), (3.5, "does not fit")])
+@pytest.mark.parametrize(
+    ("energy", "said"), [(1.0, "fits the text"), (1.5, "fits the text"), (3.7, "fits roughly"), (6.1, "does not fit")]
+)
 def test_energy_is_explained_with_the_command_to_calibrate_again(energy: float, said: str) -> None:
     text = steps.energy_advice(energy, "my-model")
     assert said in text
