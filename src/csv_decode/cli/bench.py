@@ -297,7 +297,8 @@ def _show_generation(report: dict[str, Any]) -> None:
         ]
         show_table(["head", *_FOUR, "to the first", "tokens/s", "x stock", "of ceiling"], rows)
         steps = run["certified_steps"] + sum(run["dense_steps"].values())
-        facts = [("certified", f"{run['certified_steps']:,} of {steps:,} steps of csv-decode")]
+        took = "" if run["head_ms"] is None else f", the head and its checks {run['head_ms']:.2f} ms a step"
+        facts = [("certified", f"{run['certified_steps']:,} of {steps:,} steps of csv-decode{took}")]
         if run["dense_steps"]:
             facts.append(("dense", "; ".join(f"{n:,} ({reason})" for reason, n in run["dense_steps"].items())))
         facts.append(("ids", f"equal to stock's on {run['prompts'] - run['differ']} of {run['prompts']} prompts"))
