@@ -91,6 +91,7 @@ def _canvas(title: str) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -161,12 +162,13 @@ def _bytes(path: Path, ours: list[dict[str, Any]], about: str) -> Path:
         part = np.array([f["bytes_by_stage"].get(stage, 0.0) * 100 for f in ours])
         axes.bar(names, part, bottom=bottom, label=stage, color=_STAGES.get(stage, _CODES[i % 5]), width=0.7)
         bottom += part
+    lines = {at: f["lines"]["mean"] * 100 for at, f in enumerate(ours) if f["lines"] is not None}
     for at, total in enumerate(bottom):
-        axes.annotate(f"{total:.1f} %", (at, total), ha="center", va="bottom", fontsize=8)
-    lines = [(at, f["lines"]["mean"] * 100) for at, f in enumerate(ours) if f["lines"] is not None]
+        top = max(total, lines.get(at, 0.0))
+        axes.annotate(f"{total:.1f} %", (at, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     if lines:
         label = "in whole cache lines,\nat most"
-        axes.scatter(*zip(*lines, strict=True), marker="_", s=900, linewidths=2, color="black", label=label, zorder=3)
+        axes.hlines([*lines.values()], [at - 0.35 for at in lines], [at + 0.35 for at in lines], "black", label=label)
     axes.tick_params(axis="x", labelsize=8)
     axes.set_ylabel("% of a dense bfloat16 head")
     _legend(axes)
