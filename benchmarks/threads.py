@@ -23,6 +23,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -104,27 +105,28 @@ def turns(parts: list[Callable[[], None]], seconds: float) -> list[list[float]]:
 
 
 def at_once(parts: list[Callable[[], None]], seconds: float) -> list[list[float]]:
-    """A thread for each part; only calls that end while all of them run count."""
+    """A Python thread for each part, from one start until the time is up and each has had a few calls."""
     times: list[list[float]] = [[] for _ in parts]
-    barrier, stop = threading.Barrier(len(parts)), threading.Event()
+    barrier = threading.Barrier(len(parts))
 
     def work(i: int) -> None:
-        parts[i]()
-        barrier.wait()
-        end = time.perf_counter() + seconds
-        while not stop.is_set():
-            started = time.perf_counter()
+        try:
             parts[i]()
-            now = time.perf_counter()
-            times[i].append(now - started)
-            if now > end and len(times[i]) >= LEAST:
-                stop.set()
+            barrier.wait()
+            end = time.perf_counter() + seconds
+            while not barrier.broken and (time.perf_counter() < end or min(map(len, times)) < LEAST):
+                started = time.perf_counter()
+                parts[i]()
+                times[i].append(time.perf_counter() - started)
+        except BaseException:
+            barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(parts)) as pool:
+        jobs = [pool.submit(work, i) for i in range(len(parts))]
+    for job in jobs:
+        if job.exception() is not None and not isinstance(job.exception(), threading.BrokenBarrierError):
+            job.result()
     return times
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -400,3 +401,44 @@ def test_energy_is_explained_with_the_command_to_calibrate_again(energy: float, 
     text = steps.energy_advice(energy, "my-model")
     assert said in text
     assert "csv-decode build my-model --calibration TEXTFILE" in text
+
+
+# benchmarks/threads.py
+
+
+@pytest.fixture
+def threads_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("threads")
+
+
+def test_two_loops_are_timed_alone_in_turns_and_at_once(threads_benchmark: Any) -> None:
+    calls = {"other": 0, "head": 0}
+
+    def call(name: str) -> Any:
+        def work() -> None:
+            calls[name] += 1
+
+        return work
+
+    figures = threads_benchmark.measure("torch", call("other"), call("head"), seconds=0.01)
+    assert [(f["what"], f["case"]) for f in figures] == [
+        (what, case) for what in ("torch", "csv-decode") for case in ("alone", "alone, paused", "in turns", "at once")
+    ]
+    assert all(f["calls"] > 0 and set(f["ms"]) >= {"mean", "p50", "p99"} for f in figures)
+    turns = [f["calls"] for f in figures if f["case"] == "in turns"]
+    assert turns[0] == turns[1] >= threads_benchmark.LEAST
+    assert min(calls.values()) > 4
+
+
+def test_a_loop_that_fails_at_once_is_an_error(threads_benchmark: Any) -> None:
+    def broken() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        threads_benchmark.at_once([broken, lambda: None], 0.01)
+
+
+def test_llama_is_measured_only_where_it_is_installed(threads_benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_benchmark.importlib.util, "find_spec", lambda name: None)
+    assert "llama-cpp-python is not installed" in threads_benchmark.llama(2)

@@ -165,9 +165,10 @@ def _bytes(path: Path, ours: list[dict[str, Any]], about: str) -> Path:
     lines = {at: f["lines"]["mean"] * 100 for at, f in enumerate(ours) if f["lines"] is not None}
     for at, total in enumerate(bottom):
         top = max(total, lines.get(at, 0.0))
-        axes.annotate(f"{total:.1f} %", (at, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+        text = f"{total:.1f} %" + (f" ({lines[at]:.1f} %)" if at in lines else "")
+        axes.annotate(text, (at, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     if lines:
-        label = "in whole cache lines,\nat most"
+        label = "(in whole cache lines,\nat most)"
         axes.hlines([*lines.values()], [at - 0.35 for at in lines], [at + 0.35 for at in lines], "black", label=label)
     axes.tick_params(axis="x", labelsize=8)
     axes.set_ylabel("% of a dense bfloat16 head")
