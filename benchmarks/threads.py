@@ -11,8 +11,8 @@ parallel region for each. Our head answers decode states, one at a time, k = 1. 
     in turns           the layers, then the head, and so on, in one thread: a decoding loop
     at once            a Python thread for each, without a pause
 
-Spinning is what pools cost each other: a thread of one that waits for work keeps a core from the other. The head's
-threads sleep at once when they have none. With llama-cpp-python, its loop is measured in place of torch's as well.
+A pool that spins while it waits for work keeps cores from another. The head's threads sleep at once; OpenMP's spin
+for a while, unless OMP_WAIT_POLICY=PASSIVE. With llama-cpp-python, its loop is measured in place of torch's as well.
 """
 
 from __future__ import annotations
