@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import csv_decode as cd
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from csv_decode.bench import machine, peers, run, states, steps  # noqa: E402
+from csv_decode.bench import generation, machine, peers, run, states, steps  # noqa: E402
 from csv_decode.calibration import OPENINGS  # noqa: E402
 from csv_decode.cli import app  # noqa: E402
 from csv_decode.models import load_model  # noqa: E402
@@ -75,6 +76,8 @@ def test_bench_measures_every_case_and_writes_tables_figures_and_pictures(
     assert report["wrong"] == 0
     assert report["compared"] == 16
     assert "16 answers of ours compared with the exact ones, 0 differ" in result.stdout
+    assert all(f["lines"]["mean"] >= f["bytes"]["mean"] * 0.9 for f in ours)
+    assert "whole cache lines of 64 bytes" in result.stdout
     assert report["kind"] == "real"
     assert "RANDOM" not in result.stdout
     for name in ("torch float32", "torch bfloat16"):
@@ -143,6 +146,37 @@ def test_stages_add_up_to_the_bytes_read_and_exact_rows_are_what_the_certificate
         assert list(stages) == ["transform", "plane 0", "plane 1", "exact rows"]
         np.testing.assert_allclose(sum(stages.values()), found.bytes_read, rtol=1e-12)
         np.testing.assert_allclose(stages["exact rows"], found.rows_scored * 64 * 4, atol=1)
+
+
+def test_lines_are_counted_from_where_the_rows_lie() -> None:
+    weight, h = make_head(2000, 64)
+    head = cd.CertifiedHead(cd.build_index(weight, h, seed=0), weight)
+    assert head.index is not None
+    assert head.index.shadow is not None
+    plane = head.index.shadow.planes[1]
+    for batch in (1, 5):
+        found = head.top_k(h[:batch], 3).certificates
+        stages, lines = run.bytes_by_stage(head, found), run.lines_by_stage(head, found)
+        assert list(lines) == list(stages)
+        for name in ("transform", "plane 0"):
+            assert ((lines[name] >= stages[name]) & (lines[name] < stages[name] + run.LINE)).all(), name
+        starts = plane.words.ctypes.data + np.arange(2000) * plane.words.strides[0]
+        touched = (starts + plane.words_per_row * 4 - 1) // 64 - starts // 64 + 1
+        most = 2000 * plane.words.strides[0] + 64
+        expected = np.minimum(found.survivors[:, 0] * touched.mean() * 64, most)
+        np.testing.assert_allclose(lines["plane 1"], expected, rtol=0.01)
+        each = 4 if weight.ctypes.data % 64 == 0 else 5
+        np.testing.assert_allclose(lines["exact rows"], found.rows_scored * each * 64)
+
+
+def test_rows_with_padding_count_their_own_bytes_in_lines() -> None:
+    room = np.zeros(100 * 64 + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :][: 100 * 64]
+    tight, padded = room[: 100 * 40].reshape(100, 40), room.reshape(100, 64)
+    rows = np.array([0.0, 10.0])
+    np.testing.assert_array_equal(run._row_lines(padded, 40, rows), [0, 640])
+    np.testing.assert_array_equal(run._row_lines(tight, 40, rows), [0, 640 * 1.5])  # 4 of 8 rows lie across two lines
+    assert run._row_lines(tight, 40, np.array([100.0])) == 100 * 40 + 64, "no more than the table"
 
 
 def test_stages_of_a_fallback_are_the_dense_product() -> None:
@@ -217,6 +251,87 @@ def test_states_come_from_other_openings_and_leave_torchs_random_state_alone() -
     assert states.decode_states(model, None, 5).shape == (5, WIDTH)
 
 
+# End to end
+
+
+def test_end_to_end_compares_three_heads_on_the_same_tokens(folder: Path, index_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, pictures = tmp_path / "figures.json", tmp_path / "pictures"
+    options = ["--end-to-end", "--quick", "--tokens", 5, "--threads", 1, "--index", index_file]
+    result = command("bench", folder, *options, "--json", file, "--plots", pictures)
+    report = json.loads(file.read_text())
+    assert (report["dtype"], report["tokens"]) == ("float32", 5)
+    (found,) = report["end_to_end"]
+    assert (found["prompts"], found["wrong"], found["dense_steps"]) == (6, 0, {})
+    assert found["certified_steps"] == found["tokens"] > 6
+    figures = {f["method"]: f for f in found["figures"]}
+    assert list(figures) == [generation.STOCK, run.OURS, generation.FREE]
+    for f in figures.values():
+        assert f["first_ms"] > 0
+        assert 0 < f["ms"]["p50"] <= f["ms"]["p90"] <= f["ms"]["p99"]
+    assert figures[generation.STOCK]["speedup"] == figures[generation.FREE]["of_ceiling"] == 1
+    assert f"certified  {found['tokens']} of {found['tokens']} steps" in result.stdout
+    assert "equal to stock's on 6 of 6 prompts" in result.stdout
+    assert (pictures / "end_to_end.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_end_to_end_says_that_a_bfloat16_head_stays_dense(folder: Path, tmp_path: Path) -> None:
+    options = ["--end-to-end", "--quick", "--tokens", 3, "--threads", 1, "--dtype", "bfloat16"]
+    result = command("bench", folder, *options, "--json", tmp_path / "figures.json")
+    (found,) = json.loads((tmp_path / "figures.json").read_text())["end_to_end"]
+    assert found["certified_steps"] == 0
+    assert found["dense_steps"] == {"bfloat16 output layer": found["tokens"]}
+    assert f"{found['tokens']} (bfloat16 output layer)" in result.stdout
+    assert "csv-decode here is the stock head once more" in result.stdout
+
+
+def test_the_three_heads_get_the_same_prompts_and_leave_the_model_as_it_was() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    layer, kind = model.get_output_embeddings(), type(model)
+    index = cd.build_index(layer.weight, seed=0)
+    prompts = ["w1 w2", "w3", "w4 w5 w6"]
+    found = generation.measure_generation(model, tokenizer, index, 1, prompts, tokens=4)
+    assert (found["differ"], found["prompts"]) == (0, 3)
+    assert type(model) is kind
+    assert type(layer) is torch.nn.Linear
+    assert "forward" not in vars(layer)
+    assert not hasattr(model, "csv_decode")
+
+
+def test_a_wrong_token_end_to_end_is_told_from_rounding(
+    folder: Path, index_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = cd.CertifiedHead.top_k
+
+    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
+        top = honest(self, hidden, k, ties)
+        top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
+        return top
+
+    monkeypatch.setattr(cd.CertifiedHead, "top_k", forged)
+    options = ["--end-to-end", "--quick", "--tokens", 3, "--threads", 1, "--index", index_file]
+    assert "on 6 prompts the certified head writes other tokens" in command("bench", folder, *options, status=1).stderr
+
+
+def test_a_difference_within_the_rounding_of_the_stock_head_is_none() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2]  # every row has a twin
+    prompt = tokenizer("w7 w8", return_tensors="pt")
+    spec = cd.HeadSpec(model.lm_head.weight)
+    with torch.no_grad():
+        best = int(model(**prompt).logits[0, -1].argmax())
+        assert generation._rounded(model, spec, prompt, [best], [best ^ 1])
+        assert not generation._rounded(model, spec, prompt, [best], [(best + 2) % VOCABULARY])
+        assert not generation._rounded(model, spec, prompt, [best], [best, best])
+
+
+@pytest.mark.parametrize("option", [["--k", 1], ["--batch", 1], ["--states", 5], ["--random"]])
+def test_what_does_not_go_end_to_end_is_a_usage_error(folder: Path, option: list[Any]) -> None:
+    command("bench", folder, "--end-to-end", *option, status=2)
+    command("bench", folder, "--tokens", 5, status=2)
+
+
 # advise
 
 
@@ -238,6 +353,31 @@ def test_a_model_without_tokenizer_can_be_taken_apart() -> None:
     assert min(step.body, step.stock_head, step.our_head) > 0
 
 
+def test_one_slow_step_does_not_move_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are medians: of five steps, one takes a second more in each part."""
+    ticks, slow = [0.0], iter([0, 0, 0, 0, 1, 0, 0, 0])
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            ticks[0] += 0.001 + late[0]
+            return ticks[0]
+
+    late = [0.0]
+    honest = cd.CertifiedHead.top_k
+
+    def top_k(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
+        late[0] = float(next(slow))
+        return honest(self, hidden, k, ties)
+
+    monkeypatch.setattr(steps, "time", Clock)
+    monkeypatch.setattr(cd.CertifiedHead, "top_k", top_k)
+    model = tiny_model()
+    head = cd.CertifiedHead(None, model.get_output_embeddings().weight)
+    step = steps.decode_steps(model, None, head, batch=1, steps=5)
+    assert (step.body, step.stock_head, step.our_head) == pytest.approx((0.001, 0.001, 0.001))
+
+
 def test_advice_follows_the_figures() -> None:
     fast = steps.Step(1, body=1.0, stock_head=1.0, our_head=0.1)
     slow = steps.Step(8, body=1.0, stock_head=1.0, our_head=2.0)
@@ -254,8 +394,51 @@ def test_advice_follows_the_figures() -> None:
     assert steps.advice([fast], "it is tiny") == "Not worth it: it is tiny."
 
 
-@pytest.mark.parametrize(("energy", "said"), [(1.0, "fits the text"), (1.7, "fits roughly"), (3.5, "does not fit")])
+@pytest.mark.parametrize(
+    ("energy", "said"), [(1.0, "fits the text"), (1.5, "fits the text"), (3.7, "fits roughly"), (6.1, "does not fit")]
+)
 def test_energy_is_explained_with_the_command_to_calibrate_again(energy: float, said: str) -> None:
     text = steps.energy_advice(energy, "my-model")
     assert said in text
     assert "csv-decode build my-model --calibration TEXTFILE" in text
+
+
+# benchmarks/threads.py
+
+
+@pytest.fixture
+def threads_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("threads")
+
+
+def test_two_loops_are_timed_alone_in_turns_and_at_once(threads_benchmark: Any) -> None:
+    calls = {"other": 0, "head": 0}
+
+    def call(name: str) -> Any:
+        def work() -> None:
+            calls[name] += 1
+
+        return work
+
+    figures = threads_benchmark.measure("torch", call("other"), call("head"), seconds=0.01)
+    assert [(f["what"], f["case"]) for f in figures] == [
+        (what, case) for what in ("torch", "csv-decode") for case in ("alone", "alone, paused", "in turns", "at once")
+    ]
+    assert all(f["calls"] > 0 and set(f["ms"]) >= {"mean", "p50", "p99"} for f in figures)
+    turns = [f["calls"] for f in figures if f["case"] == "in turns"]
+    assert turns[0] == turns[1] >= threads_benchmark.LEAST
+    assert min(calls.values()) > 4
+
+
+def test_a_loop_that_fails_at_once_is_an_error(threads_benchmark: Any) -> None:
+    def broken() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        threads_benchmark.at_once([broken, lambda: None], 0.01)
+
+
+def test_llama_is_measured_only_where_it_is_installed(threads_benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_benchmark.importlib.util, "find_spec", lambda name: None)
+    assert "llama-cpp-python is not installed" in threads_benchmark.llama(2)

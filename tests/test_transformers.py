@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import io
+import sys
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -544,6 +548,49 @@ def test_changed_weights_are_noticed(zoo, name, change, reason):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # told once
         assert_dense(now, fast, reason, **SAMPLING)
+
+
+def test_warnings_point_at_the_call_they_are_about(pair, zoo):
+    _, fast = pair("llama untied")
+    _in_place(fast)
+    with pytest.warns(UserWarning, match="weights changed") as told:
+        generate(fast, **GREEDY)
+    assert {warning.filename for warning in told} == {__file__}
+    with pytest.warns(UserWarning, match="only float32") as told:
+        accelerate(copy.deepcopy(zoo("llama")[0]).to(torch.bfloat16))
+    assert {warning.filename for warning in told} == {__file__}
+
+
+def test_the_documentation_has_every_reason(pair):
+    """Of steps that go dense; those that are class names of processors are described in words."""
+    source = ast.parse(inspect.getsource(sys.modules[accelerate.__module__]))
+    places = {
+        "_needed",
+        "_moved",
+        "_rewritten",
+        "_obstacle",
+        "_sparse_row",
+        "arm",
+        "close",
+        "dense",
+        "_certified_class",
+    }
+    found = set()
+    for function in (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name in places):
+        for node in ast.walk(function):
+            if isinstance(node, (ast.Return, ast.Assign, ast.Call)):
+                for text in ast.walk(node):
+                    if isinstance(text, ast.Constant) and isinstance(text.value, str) and " " in text.value:
+                        found.add(text.value)
+    found -= {ast.get_docstring(node, clean=False) for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+    assert {"weights changed", "beam search", "own decoding loop", "logits overflow", "sampling without top_k"} <= found
+    page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    assert not {reason for reason in found if reason.strip() not in page}
+    from csv_decode.head import CertifiedHead
+
+    for reason in ("no index", "small head", "vanishing state", "overflow", "budget"):  # inside the head
+        assert reason in inspect.getsource(CertifiedHead)
+        assert f"`{reason}`" in page
 
 
 def test_weights_changed_during_generate_are_noticed(pair):

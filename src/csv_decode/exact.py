@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["exact_scores", "rank"]
+if TYPE_CHECKING:
+    from .spec import HeadSpec
+
+__all__ = ["exact_scores", "rank", "stock_gap"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -83,3 +87,17 @@ def rank(
         kept = [i for j, i in enumerate(order) if j < need or score[i] == score[order[need - 1]]]
         out += [int(chain[i]) for i in kept]
     return np.array(out, dtype=np.int64)
+
+
+def stock_gap(spec: HeadSpec, h: NDArray[np.float32], mine: int, theirs: int) -> tuple[float, float]:
+    """Exact score of my token over theirs, and how far the rounding of the stock head can move the two together.
+
+    Summation in float32 errs by at most d 2^-24 sum |w_j h_j|; a bfloat16 result is rounded once more, to 2^-9.
+    """
+    rows = spec.rows.float32(np.array([mine, theirs])).astype(np.float64)
+    bias = np.zeros(2) if spec.bias32 is None else spec.bias32[[mine, theirs]].astype(np.float64)
+    score = rows @ h.astype(np.float64) + bias
+    magnitude = np.abs(rows) @ np.abs(h.astype(np.float64)) + np.abs(bias)
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}[spec.rows.kind]
+    rounding = magnitude * (spec.width + 2) * 2.0**-24 + np.abs(score) * unit
+    return float(score[0] - score[1]), float(rounding.sum())

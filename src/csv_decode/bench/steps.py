@@ -21,13 +21,15 @@ _WARM = 3  # steps before the measured ones
 _TEMPERATURE = 0.8
 #: Gains of a step below which the stock head may as well stay, and from which ours is clearly worth it.
 _NOTHING, _CLEAR = 1.03, 1.15
-#: Mean energies (`Statistics.mean_energy`) up to which a calibration fits, and fits roughly.
-_FITS, _ROUGHLY = 1.3, 2.0
+#: Mean energies (`Statistics.mean_energy`) up to which a calibration fits, and fits roughly. By what rows survive:
+#: up to 2.7 a step reads no more than with the best calibration tried, from 3.7 to 5.3 a seventh to a quarter more, and
+#: beyond half to two thirds more (docs/tuning.md). The default calibration has 1.4 to 1.7 on other text.
+_FITS, _ROUGHLY = 2.5, 5.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """Mean seconds of a decoding step at one batch size: the layers before the head, the stock head with argmax, and
+    """Median seconds of a decoding step at one batch size: the layers before the head, the stock head with argmax, and
     our head from states to ids on the same states."""
 
     batch: int
@@ -79,7 +81,7 @@ def decode_steps(
     seed: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Step:
-    """Measures `steps` steps with a KV cache while the model continues prompts by sampling.
+    """Measures `steps` steps with a KV cache while the model continues prompts by sampling, after a few to warm up.
 
     Our head answers the same states right after the stock one, so its codes come from memory, behind everything else
     that a step reads. The step is the model's forward pass and an argmax; what a generation loop adds is not in it.
@@ -117,7 +119,7 @@ def decode_steps(
                 ours.append(after - before)
             if progress:
                 progress(turn + 1, _WARM + steps)
-    return Step(batch, float(np.mean(body)), float(np.mean(stock)), float(np.mean(ours)))
+    return Step(batch, float(np.median(body)), float(np.median(stock)), float(np.median(ours)))
 
 
 def _cache(out: Any) -> tuple[str, Any]:
@@ -176,15 +178,15 @@ def energy_advice(energy: float, model: str) -> str:
     again = f"csv-decode build {model} --calibration TEXTFILE"
     if energy <= _FITS:
         return (
-            f"{energy:.2f}: the calibration fits the text that the model writes here (about 1 fits). If yours is of "
-            f"another kind, calibrate on it: {again}"
+            f"{energy:.2f}: the calibration fits the text that the model writes here (its own has 1, and up to "
+            f"{_FITS:g} costs nothing). If yours is of another kind, calibrate on it: {again}"
         )
     if energy <= _ROUGHLY:
         return (
-            f"{energy:.2f}: the calibration fits roughly (about 1 fits), so answers are exact but read more than they "
-            f"need; calibrate on text like yours: {again}"
+            f"{energy:.2f}: the calibration fits roughly (up to {_FITS:g} costs nothing); answers are exact, but a "
+            f"step reads about a fifth more than it need; calibrate on text like yours: {again}"
         )
     return (
-        f"{energy:.2f}: the calibration does not fit these states (about 1 fits), so answers are exact but slow; "
-        f"calibrate on text like yours: {again}"
+        f"{energy:.2f}: the calibration does not fit these states (up to {_FITS:g} costs nothing); answers are exact, "
+        f"but a step reads half as much again as it need, or more; calibrate on text like yours: {again}"
     )

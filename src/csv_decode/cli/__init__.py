@@ -1,13 +1,15 @@
 """The command line: `csv-decode build | generate | verify | bench | advise | cache | info`.
 
 Commands are thin. Results go to stdout, progress and notes to stderr. Exit status: 0; 1 for an error or a check that
-fails; 2 for wrong usage; 130 when interrupted. Heavy imports wait until a command needs them.
+fails; 2 for wrong usage; 130 when interrupted; 141 when whoever read the output has gone (`| head`). Heavy imports wait
+until a command needs them.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,7 @@ from .verify import verify
 
 __all__ = ["app", "main"]
 
+_SIGPIPE = 128 + 13  # as shells report a command that the signal ended
 _EXPECTED = (ValueError, OSError, ImportError, AssertionError, MemoryError)
 
 
@@ -31,14 +34,18 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # or a reader that has gone shows only after the end
+            return result
         except KeyboardInterrupt:
             note("interrupted")
             raise typer.Exit(130) from None
         except BrokenPipeError:
             # Whoever read our output has gone. Nothing to say, now or when Python flushes at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # no file behind it
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            raise typer.Exit(_SIGPIPE) from None
         except Exception as error:
             if isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "format_message"):
                 raise  # typer's own, usage errors among them

@@ -53,7 +53,10 @@ def advise(
         dense = f"the head is {spec.rows.kind}, and generate leaves such heads dense; load the model in float32"
     facts = [
         ("model", f"{opened.loaded.name}, head {spec.n_rows:,} x {spec.width}, {spec.rows.kind}"),
-        ("measured", f"{steps} steps at each batch size, {count} thread{'s' * (count > 1)}, means"),
+        (
+            "measured",
+            f"{steps} steps at each batch size, {count} thread{'s' * (count > 1)}, medians after a few to warm up",
+        ),
     ]
     show_facts(facts)
     out.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _STATES, _QUICK_STATES = 300, 64
+_TOKENS, _QUICK_TOKENS, _QUICK_PROMPTS = 64, 32, 6
 _LAST = ("exact rows", "dense product")  # of the stages of a step
 _FOUR = ("mean", "p50", "p90", "p99")
 
@@ -42,6 +44,17 @@ def bench(
         str | None, typer.Option(help="Threads, for every method.", show_default="1 and all, quick all")
     ] = None,
     random: Annotated[bool, typer.Option("--random", help="Random states; no model has such.")] = False,
+    end_to_end: Annotated[
+        bool, typer.Option("--end-to-end", help="Measure generate as a whole instead: greedy tokens a second.")
+    ] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="New tokens at most for each prompt, with --end-to-end.",
+            show_default=f"{_TOKENS}, quick {_QUICK_TOKENS}",
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write all figures here.")
     ] = None,
@@ -58,7 +71,12 @@ def bench(
     array of states to the array of ids. Every answer is compared with the exact one: of the others, differences are
     counted; one of ours makes the exit status 1.
 
+    With --end-to-end, transformers writes greedy text from each prompt three times in turn: with the stock head, with
+    the certified one, and with a head of zero cost that is told the tokens, which is the ceiling for any head.
+
     - `csv-decode bench demo --quick`
+
+    - `csv-decode bench demo --end-to-end --dtype bfloat16`
 
     - `csv-decode bench ./my-model --k 1,10 --batch 1,4 --threads 2 --json figures.json --plots pictures`
     """
@@ -74,6 +92,12 @@ def bench(
         _numbers("--batch", batch, (1, 8) if quick else (1, 2, 4, 8, 16)),
         _numbers("--threads", threads, (every,) if quick else tuple(sorted({1, every}))),
     )
+    only = {"--states": states, "--k": k, "--batch": batch, "--random": random or None}
+    wrong = [name for name, value in only.items() if value is not None]
+    if end_to_end and wrong:
+        raise typer.BadParameter(f"{', '.join(wrong)} and --end-to-end do not go together")
+    if tokens is not None and not end_to_end:
+        raise typer.BadParameter("--tokens goes with --end-to-end")
     # What would only fail at the end fails now.
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
@@ -82,6 +106,16 @@ def bench(
         plots.mkdir(parents=True, exist_ok=True)
     opened = open_model(model, dtype, plan.threads[-1], verbose)
     spec = opened.spec
+    about: dict[str, Any] = {
+        "model": opened.loaded.name,
+        "rows": spec.n_rows,
+        "width": spec.width,
+        "dtype": spec.rows.kind,
+        "machine": machine_info(plan.threads),
+    }
+    if end_to_end:
+        _end_to_end(opened, about, plan.threads, tokens, quick, index, json_file, plots)
+        return
     if max(plan.ks) > spec.n_rows:
         raise typer.BadParameter(f"k is {max(plan.ks)}, but the head has {spec.n_rows} rows", param_hint="--k")
     count = states or (_QUICK_STATES if quick else _STATES)
@@ -100,25 +134,68 @@ def bench(
                 opened.model, opened.tokenizer, progress=partial(bars, "calibration for the smaller heads")
             )
         found = run(spec, mine, tested, plan, centroid, calibration, bars)
-    report: dict[str, Any] = {
-        "model": opened.loaded.name,
-        "rows": spec.n_rows,
-        "width": spec.width,
-        "dtype": spec.rows.kind,
+    report = {
+        **about,
         "kind": "random" if random else "real",
         "index": {"bounds": list(mine.bounds), **mine.settings},
-        "machine": machine_info(plan.threads),
         **found,
     }
     _show(report)
+    _keep(report, json_file, plots, draw)
+    if report["wrong"]:
+        problem(f"{report['wrong']} of {report['compared']} answers of the certified head differ from the exact ones")
+        raise typer.Exit(1)
+
+
+def _end_to_end(
+    opened: Opened,
+    about: dict[str, Any],
+    threads: tuple[int, ...],
+    tokens: int | None,
+    quick: bool,
+    index: Path | None,
+    json_file: Path | None,
+    plots: Path | None,
+) -> None:
+    from ..bench.generation import measure_generation
+    from ..bench.plots import draw_generation
+    from ..bench.states import PROMPTS
+
+    if opened.tokenizer is None:
+        raise ValueError(f"{opened.loaded.name} has no tokenizer, so it cannot read the prompts")
+    # Others are left dense, and `accelerate` says so; the report counts it.
+    mine = opened.index(index) if opened.spec.rows.kind == "float32" else None
+    prompts = PROMPTS[:: len(PROMPTS) // _QUICK_PROMPTS] if quick else PROMPTS  # of all kinds
+    count = tokens or (_QUICK_TOKENS if quick else _TOKENS)
+    with Bars() as bars:
+        runs = [
+            measure_generation(
+                opened.model, opened.tokenizer, mine, n, prompts, count, partial(bars, f"generate, {_threads(n)}")
+            )
+            for n in threads
+        ]
+    settings = None if mine is None else {"bounds": list(mine.bounds), **mine.settings}
+    report = {**about, "index": settings, "tokens": count, "end_to_end": runs}
+    _show_generation(report)
+    _keep(report, json_file, plots, draw_generation)
+    wrong = sum(run["wrong"] for run in runs)
+    if wrong:
+        problem(f"on {wrong} prompts the certified head writes other tokens than the stock one, beyond its rounding")
+        raise typer.Exit(1)
+
+
+def _keep(
+    report: dict[str, Any],
+    json_file: Path | None,
+    plots: Path | None,
+    draw: Callable[[dict[str, Any], Path], list[Path]],
+) -> None:
+    """Writes the files that were asked for."""
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1), encoding="utf-8")
         note(f"figures: {json_file}")
     if plots is not None:
         note(f"pictures: {', '.join(str(path) for path in draw(report, plots))}")
-    if report["wrong"]:
-        problem(f"{report['wrong']} of {report['compared']} answers of the certified head differ from the exact ones")
-        raise typer.Exit(1)
 
 
 def _numbers(option: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,15 +245,8 @@ def _show(report: dict[str, Any]) -> None:
         states = (
             f"{report['states']} RANDOM ones: no model has such states, and these figures say little about decoding"
         )
-    show_facts(
-        [
-            ("model", f"{report['model']}, head {report['rows']:,} x {report['width']}, {report['dtype']}"),
-            ("states", states),
-            ("processor", f"{machine['cpu']}, {machine['cores']} cores, kernels {machine['kernels']}"),
-            ("index", ", ".join(f"{name} {_plain(value)}" for name, value in settings.items() if name != "seed")),
-            ("versions", ", ".join(f"{name} {number}" for name, number in machine["versions"].items())),
-        ]
-    )
+    index = ", ".join(f"{name} {_plain(value)}" for name, value in settings.items() if name != "seed")
+    show_facts(_about(report, ("states", states), ("index", index)))
     for threads in machine["threads"]:
         figures = [f for f in report["figures"] if f["threads"] == threads]
         for key in dict.fromkeys((f["k"], f["batch"]) for f in figures):
@@ -188,6 +258,61 @@ def _show(report: dict[str, Any]) -> None:
         out.print(f"left out: {name}, {reason}", markup=False, soft_wrap=True)
     out.print(
         f"\n{report['compared']} answers of ours compared with the exact ones, {report['wrong']} differ",
+        soft_wrap=True,
+    )
+
+
+def _about(report: dict[str, Any], *more: tuple[str, str]) -> list[tuple[str, str]]:
+    machine = report["machine"]
+    return [
+        ("model", f"{report['model']}, head {report['rows']:,} x {report['width']}, {report['dtype']}"),
+        *more,
+        ("processor", f"{machine['cpu']}, {machine['cores']} cores, kernels {machine['kernels']}"),
+        ("versions", ", ".join(f"{name} {number}" for name, number in machine["versions"].items())),
+    ]
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def _show_generation(report: dict[str, Any]) -> None:
+    from ..bench.generation import FREE
+
+    runs = report["end_to_end"]
+    text = f"greedy, {runs[0]['prompts']} prompts, at most {report['tokens']} tokens each"
+    show_facts(_about(report, ("text", text)))
+    for run in runs:
+        _title(f"model.generate, {_threads(run['threads'])}: milliseconds a token, and whole calls")
+        rows = [
+            [
+                f["method"],
+                *_four(f["ms"], ".2f"),
+                f"{f['first_ms']:.1f}",
+                f"{f['tokens_per_second']:.2f}",
+                f"{f['speedup']:.2f}",
+                f"{f['of_ceiling']:.0%}",
+            ]
+            for f in run["figures"]
+        ]
+        show_table(["head", *_FOUR, "to the first", "tokens/s", "x stock", "of ceiling"], rows)
+        steps = run["certified_steps"] + sum(run["dense_steps"].values())
+        took = "" if run["head_ms"] is None else f", the head and its checks {run['head_ms']:.2f} ms a step"
+        facts = [("certified", f"{run['certified_steps']:,} of {steps:,} steps of csv-decode{took}")]
+        if run["dense_steps"]:
+            facts.append(("dense", "; ".join(f"{n:,} ({reason})" for reason, n in run["dense_steps"].items())))
+        facts.append(("ids", f"equal to stock's on {run['prompts'] - run['differ']} of {run['prompts']} prompts"))
+        if run["rounding"]:
+            facts.append(("rounding", f"{run['rounding']} of the differences are the rounding of the stock head"))
+        show_facts(facts)
+        if not run["certified_steps"]:
+            out.print(
+                "No step was certified: csv-decode here is the stock head once more, and its row shows only noise.",
+                soft_wrap=True,
+            )
+    out.print(
+        "\nA token's time is that of a whole step; tokens/s also counts what comes before the first token. "
+        f"{FREE}: the same loop and layers, the ceiling for any head.",
         soft_wrap=True,
     )
 
@@ -207,7 +332,7 @@ def _four(numbers: dict[str, float], text: str, scale: float = 1.0) -> list[str]
 def _show_case(key: tuple[int, int], threads: int, figures: list[dict[str, Any]]) -> None:
     k, batch = key
     states = "one state" if batch == 1 else f"batches of {batch} states"
-    _title(f"{states}, k = {k}, {threads} thread{'s' * (threads > 1)}: milliseconds a call")
+    _title(f"{states}, k = {k}, {_threads(threads)}: milliseconds a call")
     rows = []
     for f in sorted(figures, key=lambda f: f["ms"]["mean"]):
         differs = [f"{f[name]} of {f['states']}" for name in ("argmax_differs", "set_differs")]
@@ -228,11 +353,17 @@ def _show_certified(report: dict[str, Any]) -> None:
     )
     rows = []
     for f in ours:
-        parts = [f["bytes_by_stage"].get(name) for name in stages]
-        parted = ["" if part is None else f"{part * 100:.2f}" for part in parts]
-        rows.append([f["method"], str(f["k"]), str(f["batch"]), *_four(f["bytes"], ".1f", 100), *parted])
-    show_table(["method", "k", "batch", *_FOUR, *stages], rows)
-    out.print(f"100 % are {size(ours[0]['bytes_dense'])}", soft_wrap=True)
+        for what, kind in (("asked for", "bytes"), ("in lines", "lines")):
+            if f[kind] is not None:
+                parts = [f[f"{kind}_by_stage"].get(name) for name in stages]
+                parted = ["" if part is None else f"{part * 100:.2f}" for part in parts]
+                rows.append([f["method"], str(f["k"]), str(f["batch"]), what, *_four(f[kind], ".1f", 100), *parted])
+    show_table(["method", "k", "batch", "bytes", *_FOUR, *stages], rows)
+    out.print(
+        f"100 % are {size(ours[0]['bytes_dense'])}. In lines: whole cache lines of 64 bytes, which memory moves; an "
+        "upper bound, since scattered rows that share a line count it twice.",
+        soft_wrap=True,
+    )
     _title("Rows left after each stage, and states that fell back to the dense product")
     rows = []
     for f in ours:
@@ -248,7 +379,7 @@ def _show_certified(report: dict[str, Any]) -> None:
 def _show_rows(report: dict[str, Any]) -> None:
     figures, threads = report["against_v"], report["machine"]["threads"][-1]
     sizes = list(dict.fromkeys(f["rows"] for f in figures))
-    _title(f"Time against V, k = {figures[0]['k']}, {threads} thread{'s' * (threads > 1)}: mean milliseconds a state")
+    _title(f"Time against V, k = {figures[0]['k']}, {_threads(threads)}: mean milliseconds a state")
     rows = []
     for name in dict.fromkeys(f["method"] for f in figures):
         means = {f["rows"]: f"{f['ms']['mean']:.2f}" for f in figures if f["method"] == name}

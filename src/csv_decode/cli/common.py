@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from .terminal import Bars, note, working
 
@@ -29,7 +27,6 @@ __all__ = [
     "build_now",
     "open_model",
     "read_text",
-    "stock_gap",
 ]
 
 ModelName = Annotated[
@@ -136,17 +133,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start})") from None
-
-
-def stock_gap(spec: HeadSpec, h: NDArray[np.float32], mine: int, theirs: int) -> tuple[float, float]:
-    """Exact score of my token over theirs, and how far the rounding of the stock head can move the two together.
-
-    Summation in float32 errs by at most d 2^-24 sum |w_j h_j|; a bfloat16 result is rounded once more, to 2^-9.
-    """
-    rows = spec.rows.float32(np.array([mine, theirs])).astype(np.float64)
-    bias = np.zeros(2) if spec.bias32 is None else spec.bias32[[mine, theirs]].astype(np.float64)
-    score = rows @ h.astype(np.float64) + bias
-    magnitude = np.abs(rows) @ np.abs(h.astype(np.float64)) + np.abs(bias)
-    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}[spec.rows.kind]
-    rounding = magnitude * (spec.width + 2) * 2.0**-24 + np.abs(score) * unit
-    return float(score[0] - score[1]), float(rounding.sum())

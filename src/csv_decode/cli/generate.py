@@ -12,7 +12,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from .common import Dtype, IndexFile, ModelName, Opened, Threads, Verbose, open_model, stock_gap
+from ..exact import stock_gap
+from .common import Dtype, IndexFile, ModelName, Opened, Threads, Verbose, open_model
 from .terminal import err, note, problem, show_facts, size
 
 __all__ = ["generate"]

@@ -15,8 +15,15 @@ from rich.text import Text
 
 __all__ = ["Bars", "err", "note", "out", "problem", "show_facts", "show_table", "size", "speak", "working"]
 
-out = Console(highlight=False)
-err = Console(highlight=False, stderr=True)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read has gone: the command group decides what becomes of it, not rich."""
+        raise BrokenPipeError
+
+
+out = _Console(highlight=False)
+err = _Console(highlight=False, stderr=True)
 _PATIENCE = 15.0  # seconds between two lines about a stage that goes on
 
 

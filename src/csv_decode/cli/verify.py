@@ -9,7 +9,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from .common import Dtype, IndexFile, ModelName, Opened, Threads, Verbose, open_model, read_text, stock_gap
+from ..exact import stock_gap
+from .common import Dtype, IndexFile, ModelName, Opened, Threads, Verbose, open_model, read_text
 from .terminal import Bars, problem, show_facts, size
 
 if TYPE_CHECKING:

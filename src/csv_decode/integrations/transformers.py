@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 import time
 import warnings
@@ -63,6 +64,8 @@ _SCALES = (
     ("hyperclovax", "logits_scaling", 1),
 )
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+#: Whose frames a warning skips, to point at the call of `accelerate` or `generate` that it is about.
+_INSIDE = (__name__, "torch", "transformers", "contextlib")
 _LARGEST = float(np.finfo(np.float32).max)
 # A tanh this close to one is saturated: float32 numbers are 2^-24 apart there, and the model's own arithmetic (scale,
 # division, tanh, product, temperature) moves a logit by a few of those, so beyond it logits may fall together.
@@ -114,7 +117,7 @@ def accelerate(
         warnings.warn(
             f"the output layer is {spec.rows.kind} and only float32 decodes with certificates, so this model keeps its "
             "dense head; load it with dtype=torch.float32",
-            stacklevel=2,
+            stacklevel=_outside(),
         )
     head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels)
     restore(model)
@@ -244,7 +247,7 @@ class Accelerated:
             warnings.warn(
                 f"{reason} since accelerate(model), so decoding goes on with the dense head; "
                 "call accelerate(model) again to index the weights as they are now",
-                stacklevel=2,
+                stacklevel=_outside(),
             )
         return reason
 
@@ -493,6 +496,18 @@ def _find_index(
         return collect_states(model, tokenizer, text=text, progress=told)
 
     return get_index(spec, collect, key=calibration_key(text), progress=progress)
+
+
+def _outside() -> int:
+    """The stacklevel, for `warnings.warn` where this is called, of the first frame that is not the libraries' own."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_inside(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _INSIDE)
 
 
 def _identity(parameter: torch.Tensor | None) -> tuple[Any, ...] | None:
