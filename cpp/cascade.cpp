@@ -14,6 +14,7 @@ constexpr double kU = 0x1p-53;
 constexpr double kRelative = 0x1p-50;
 constexpr double kInflate = 1.0 + 0x1p-36;
 constexpr double kAbsolute = 1e-150;
+constexpr double kSmallestState = 1e-100;
 constexpr double kPeak = 32512;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -154,7 +155,7 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int thre
       double scale = peak > kAbsolute ? peak / kPeak : 1.0;
       double offset = 0, error = 0, reach = 0;
       for (size_t j = 0; j < slots; ++j) {
-        const double quantum = plane.cmax[j] <= 3 ? 256 : 1;
+        const double quantum = i > 0 && plane.cmax[j] <= 3 ? 256 : 1;
         q[j] = std::min(kPeak, std::max(-kPeak, std::nearbyint(v[j] / (scale * quantum)) * quantum));
         double left = std::fabs(v[j] - q[j] * scale) + kRelative * peak + e[plane.dim[j]] * plane.step[j];
         error += left * (plane.cmax[j] * 0.5);
@@ -327,7 +328,11 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     result.energy = states[static_cast<size_t>(b)].energy;
     result.finite = states[static_cast<size_t>(b)].finite;
     result.within_budget = false;
-    if (!result.finite) continue;
+    result.bytes_read = 0;
+    double largest = 0;
+    for (int64_t j = 0; j < s.rows.width; ++j) largest = std::max(largest, std::fabs(h[b * s.rows.width + j]));
+    result.vanishing = largest < kSmallestState;
+    if (!result.finite || result.vanishing) continue;
     live.push_back(b);
     first_plane.push_back(states[static_cast<size_t>(b)].planes[0]);
   }
@@ -396,6 +401,15 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, states[at(i)],
            std::move(race), k, budget, &out[at(i)]);
   });
+  const int64_t row_bytes = s.rows.width * (s.rows.type == RowType::float32 ? 4 : 2);
+  const double once = static_cast<double>(s.dims * s.rows.width * 2 + s.rows.width * 4 + s.row_bytes(0) * n_rows) /
+                      static_cast<double>(n_live);
+  for (int b : live) {
+    StepResult& result = out[static_cast<size_t>(b)];
+    int64_t bytes = static_cast<int64_t>(result.scored.ids.size()) * row_bytes;
+    for (size_t i = 1; i < s.planes.size(); ++i) bytes += result.survivors[i - 1] * s.row_bytes(i);
+    result.bytes_read = static_cast<int64_t>(std::nearbyint(once + static_cast<double>(bytes)));
+  }
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
   return out;

@@ -29,6 +29,10 @@ struct CascadeSpec {
   double delta;
   double energy;
   std::vector<CascadePlane> planes;
+  int64_t row_bytes(size_t plane) const {
+    const bool biased = bias && plane == 0;
+    return planes[plane].plane.words_per_row * 4 + 2 + (biased ? 4 : 0);
+  }
 };
 
 struct Scored {
@@ -44,6 +48,8 @@ struct StepResult {
   double max_unopened;
   double energy;
   std::vector<int64_t> survivors;  // after each plane
+  int64_t bytes_read;              // the share of this state in what the call asked memory for
+  bool vanishing;                  // true: the state is too small for the error analysis, nothing was done
   bool finite;                     // false: a parameter overflowed, nothing was done
   bool within_budget;              // false: more survivors than the budget; they were not scored
 };

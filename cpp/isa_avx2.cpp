@@ -16,7 +16,7 @@ struct Sums {
   __m256i hi, lo;
 };
 
-template <int Bits>
+template <int Bits, bool Low = true>
 inline void accumulate(__m256i w, const __m256i* h, const __m256i* l, Sums* sums) {
   constexpr int kFields = 8 / Bits;
   const __m256i mask = _mm256_set1_epi8((1 << Bits) - 1);
@@ -26,10 +26,10 @@ inline void accumulate(__m256i w, const __m256i* h, const __m256i* l, Sums* sums
   for (int f = 0; f < kFields; ++f) {  // at most 8 pairs: no int16 overflow
     __m256i c = _mm256_and_si256(f ? _mm256_srli_epi32(w, f * Bits) : w, mask);
     a = _mm256_add_epi16(a, _mm256_maddubs_epi16(c, h[f]));
-    if constexpr (Bits > 2) b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
+    if constexpr (Low) b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
   }
   sums->hi = _mm256_add_epi32(sums->hi, _mm256_madd_epi16(a, ones));
-  if constexpr (Bits > 2) sums->lo = _mm256_add_epi32(sums->lo, _mm256_madd_epi16(b, ones));
+  if constexpr (Low) sums->lo = _mm256_add_epi32(sums->lo, _mm256_madd_epi16(b, ones));
 }
 
 // The eight fields of 3 bits of one word of each part.
@@ -134,11 +134,11 @@ inline void row_segment(const uint32_t* words, int count, const int8_t* hi, cons
     for (int f = 0; f < kFields; ++f) {
       int64_t at = (static_cast<int64_t>(f) * count + t) * 4;
       h[f] = _mm256_maskload_epi32(reinterpret_cast<const int*>(hi + at), lanes);
-      l[f] = _mm256_maskload_epi32(reinterpret_cast<const int*>(lo + at), lanes);
+      if constexpr (Bits > 2) l[f] = _mm256_maskload_epi32(reinterpret_cast<const int*>(lo + at), lanes);
     }
     __m256i w = Masked ? _mm256_maskload_epi32(reinterpret_cast<const int*>(words + t), lanes)
                        : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + t));
-    accumulate<Bits>(w, h, l, sums);
+    accumulate<Bits, (Bits > 2)>(w, h, l, sums);
   }
 }
 

@@ -61,20 +61,13 @@ __attribute__((always_inline)) inline void block_segment(const uint32_t* const* 
       for (int s = 0; s < S; ++s) {
         int32_t h32, l32;
         __builtin_memcpy(&h32, hi[s] + at, 4);
-        const __m512i h = _mm512_set1_epi32(h32);
+        __builtin_memcpy(&l32, lo[s] + at, 4);
+        const __m512i h = _mm512_set1_epi32(h32), l = _mm512_set1_epi32(l32);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-          __m512i& a = sums->hi[s][n][f % kChains];
+          __m512i &a = sums->hi[s][n][f % kChains], &b = sums->lo[s][n][f % kChains];
           a = _mm512_dpbusd_epi32(a, c[n], h);
-        }
-        if constexpr (Bits > 2) {
-          __builtin_memcpy(&l32, lo[s] + at, 4);
-          const __m512i l = _mm512_set1_epi32(l32);
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) {
-            __m512i& b = sums->lo[s][n][f % kChains];
-            b = _mm512_dpbusd_epi32(b, c[n], l);
-          }
+          b = _mm512_dpbusd_epi32(b, c[n], l);
         }
       }
     }

@@ -7,6 +7,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
@@ -243,6 +245,38 @@ Values to_numpy(std::vector<double> values) {
 
 // A plane with its slots: dimension, step and cmax of each, and the units of the radii.
 using PlaneParts = std::tuple<BoundPlane*, In<int32_t, 1>, In<double, 1>, In<double, 1>, In<double, 1>>;
+template <typename T, typename Get>
+nb::object column(const std::vector<StepResult>& steps, Get get) {
+  std::vector<T> values;
+  for (const StepResult& step : steps) values.push_back(get(step));
+  return nb::cast(to_numpy(std::move(values)));
+}
+
+template <typename T, typename Get>
+nb::object table(const std::vector<StepResult>& steps, size_t width, Get get) {
+  auto* held = new std::vector<T>;
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  for (const StepResult& step : steps) {
+    const std::vector<T>& row = get(step);
+    held->insert(held->end(), row.begin(), row.begin() + static_cast<std::ptrdiff_t>(width));
+  }
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(held->data(), {steps.size(), width}, owner));
+}
+
+nb::object columns(const std::vector<StepResult>& steps, size_t k) {
+  using S = const StepResult&;
+  return nb::make_tuple(
+      table<int64_t>(steps, k, [](S s) -> const std::vector<int64_t>& { return s.scored.ids; }),
+      table<double>(steps, k, [](S s) -> const std::vector<double>& { return s.scored.value; }),
+      column<double>(steps, [](S s) { return *std::max_element(s.scored.error.begin(), s.scored.error.end()); }),
+      column<double>(steps, [](S s) { return s.threshold; }),
+      column<double>(steps, [](S s) { return s.max_unopened; }),
+      column<int64_t>(steps, [](S s) { return s.rows_scored; }),
+      table<int64_t>(steps, steps[0].survivors.size(), [](S s) -> const std::vector<int64_t>& { return s.survivors; }),
+      column<int64_t>(steps, [](S s) { return s.bytes_read; }),
+      column<double>(steps, [](S s) { return s.energy; }));
+}
+
 using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 class BoundCascade {
@@ -290,22 +324,31 @@ class BoundCascade {
     cascade_ = std::make_unique<Cascade>(std::move(s));
   }
 
-  // For each state: ids, value, error, clear, rows scored, threshold, max_unopened, energy, survivors, finite, within.
-  nb::list scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget) {
+  // None where a state holds NaN, infinity or more than float32 can. Else, where every state has a clear answer from the
+  // codes, its columns (ids, values, largest errors, thresholds, max_unopened, rows scored, survivors, bytes read,
+  // energies); else for each state ids, values, errors, clear, rows scored, threshold, max_unopened, energy, survivors,
+  // bytes read, vanishing, finite, within budget.
+  nb::object scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget) {
     const Kernels* kernels = find(isa);
     expect(h.shape(1) == rows_.shape(1), "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
+    for (size_t i = 0; i < h.size(); ++i)
+      if (!(std::fabs(h.data()[i]) <= std::numeric_limits<float>::max())) return nb::none();
     std::vector<StepResult> steps;
     {
       nb::gil_scoped_release release;
       steps = cascade_->scan(*kernels, threads, h.data(), static_cast<int>(h.shape(0)), k, spare, budget);
       for (StepResult& step : steps) sort_if_clear(&step, k);
     }
+    bool clear = true;
+    for (const StepResult& step : steps) clear = clear && step.clear && step.within_budget;
+    if (clear) return columns(steps, static_cast<size_t>(k));
     nb::list out;
     for (StepResult& step : steps)
       out.append(nb::make_tuple(to_numpy(std::move(step.scored.ids)), to_numpy(std::move(step.scored.value)),
                                 to_numpy(std::move(step.scored.error)), step.clear, step.rows_scored, step.threshold,
-                                step.max_unopened, step.energy, step.survivors, step.finite, step.within_budget));
+                                step.max_unopened, step.energy, step.survivors, step.bytes_read, step.vanishing,
+                                step.finite, step.within_budget));
     return out;
   }
 

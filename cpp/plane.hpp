@@ -38,7 +38,7 @@ struct Plane {
 // `start` is `base` + bias for plane 0 and the centre of the plane before for the others.
 struct PlaneState {
   const int8_t* hi;  // (slots) high and low halves of the 16-bit state, in slot order, segment by segment
-  const int8_t* lo;  // zero, and not read, for fields of 1 and 2 bits
+  const int8_t* lo;  // in later planes zero, and not read, for fields of 1 and 2 bits
   double half_scale;
   double offset;
   double constant;

@@ -143,7 +143,7 @@ def test_stages_add_up_to_the_bytes_read_and_exact_rows_are_what_the_certificate
     for batch in (1, 5):
         found = head.top_k(h[:batch], 3).certificates
         stages = run.bytes_by_stage(head, found)
-        assert list(stages) == ["transform", "plane 0", "plane 1", "exact rows"]
+        assert list(stages) == ["transform", "plane 0", "plane 1", "plane 2", "exact rows"]
         np.testing.assert_allclose(sum(stages.values()), found.bytes_read, rtol=1e-12)
         np.testing.assert_allclose(stages["exact rows"], found.rows_scored * 64 * 4, atol=1)
 

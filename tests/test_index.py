@@ -273,7 +273,7 @@ def test_no_flipped_bit_goes_unnoticed(saved: tuple, tmp_path: Path, data: st.Da
         ("shadow.plane1.words", lambda t: t[:, :-1].copy(), "shadow.plane1.words is uint32"),
         ("shadow.plane1.step", lambda t: -1 - t, "negative steps"),
         ("shadow.plane1.radius_step", lambda t: None, "radius_step is missing"),
-        ("shadow.plane2.bits", lambda t: np.zeros(3, np.int32), "unknown tensors"),
+        ("shadow.plane3.bits", lambda t: np.zeros(3, np.int32), "unknown tensors"),
         ("centroid.offsets", lambda t: t[::-1].copy(), "cluster offsets are impossible"),
         ("centroid.radius", lambda t: -1 - t, "a cluster radius is negative"),
         ("row_ids", lambda t: t + 10**9, "row_ids is not a permutation"),

@@ -47,7 +47,7 @@ def random_states(rng: np.random.Generator, plane: Plane, count: int) -> PlaneSt
     params[:, 2:7] = np.abs(params[:, 2:7])
     params[:, 8:] = np.abs(params[:, 8:]) * 1e-6
     hi = rng.integers(-127, 128, (count, slots)).astype(np.int8)
-    lo = rng.integers(-128, 128, (count, slots)) * (plane.slots[2] > 3)  # narrow fields meet the high byte alone
+    lo = rng.integers(-128, 128, (count, slots)) * ((plane.slots[2] > 3) | plane.interleaved)  # see PlaneState
     return PlaneStates(hi, lo.astype(np.int8), params)
 
 
@@ -109,7 +109,7 @@ def test_extreme_codes_and_states_do_not_saturate(isa: str) -> None:
         cmax = empty.slots[2]
         for hi, lo in ((127, 127), (-127, -128)):
             params = np.array([[1.0, 0, 0, 1, 1, 1, 1, 0, 0, 0]])
-            low = lo * (cmax > 3)  # narrow fields meet the high byte alone
+            low = lo * ((cmax > 3) | interleaved)  # see PlaneState
             states = PlaneStates(np.full((1, len(cmax)), hi, np.int8), low.astype(np.int8)[None], params)
             rho = np.full(16, 0x3F80, np.uint16)
             stored = words.reshape(1, 16, -1).transpose(0, 2, 1).reshape(16, -1) if interleaved else words
@@ -130,9 +130,10 @@ def test_extreme_codes_and_states_do_not_saturate(isa: str) -> None:
 def test_fields_of_three_bits_are_for_plane_0(isa: str) -> None:
     plane, _, _ = random_plane(np.random.default_rng(0), 32, [3, 2], True)
     k = get_kernels(isa, 1)
+    handle = k.bind(plane, np.full(32, 0x3F80, np.uint16), None)
+    states = random_states(np.random.default_rng(0), plane, 1)
     with pytest.raises(ValueError, match="plane 0"):
-        states = random_states(np.random.default_rng(0), plane, 1)
-        k.refine(k.bind(plane, np.full(32, 0x3F80, np.uint16), None), states, np.arange(4), np.zeros(4, np.float32))
+        k.refine(handle, states, np.arange(4), np.zeros(4, np.float32))
 
 
 @pytest.mark.parametrize("isa", NATIVE)

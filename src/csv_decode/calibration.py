@@ -23,8 +23,8 @@ __all__ = ["DEFAULT_STATES", "OPENINGS", "calibration_key", "collect_states"]
 F32 = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 
-#: Enough for the spectrum of a width of a few thousand; more changes little.
-DEFAULT_STATES = 6000
+#: Twice as many leave a few per cent fewer rows, half as many a tenth more (docs/tuning.md).
+DEFAULT_STATES = 12000
 _WINDOW = 256  # tokens of a text read at once
 _BATCH = 32  # sequences written at once
 _LENGTH = 64  # tokens written from one opening
@@ -55,7 +55,7 @@ def calibration_key(text: str | None = None, count: int = DEFAULT_STATES, seed: 
     """Names what `collect_states` would collect, for the index cache.
 
     >>> calibration_key()
-    'self-6000-0'
+    'self-12000-0'
     """
     if text is None:
         return f"self-{count}-{seed}"

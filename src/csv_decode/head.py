@@ -19,7 +19,7 @@ from .certificate import Certificates, Statistics, TopK
 from .exact import rank
 from .index import Index
 from .kernels import get_kernels, require_ieee
-from .spec import Array, HeadSpec, as_states, positive, whole
+from .spec import Array, HeadSpec, as_states, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -29,7 +29,6 @@ I64 = NDArray[np.int64]
 
 #: A head of fewer weights than this fits in cache, and the dense product is the fast way.
 SMALL_HEAD = 1 << 18
-_SPARE_LEADERS = 8
 _CLUSTERS_AT_ONCE = 16
 #: Drift is told once, after this many states whose mean energy is so many times the calibration's. Text of other kinds
 #: than the calibration has 1.2 to 1.8, a calibration on one kind of text only up to 3.5.
@@ -76,6 +75,11 @@ class _Step:
 
     def drop(self, upper: float) -> None:
         self.max_unopened = max(self.max_unopened, upper)
+
+
+def _spare_leaders(k: int) -> int:
+    """Rows scored beside the k best-looking ones of plane 0, whose order is rough."""
+    return max(8, k)
 
 
 class CertifiedHead:
@@ -171,9 +175,43 @@ class CertifiedHead:
         require_ieee()
         started = time.perf_counter()
         k = whole("k", k, 1, self.spec.n_rows)
-        h = as_states(hidden, self.spec.width)
-        steps = self._scan(h, k)
-        ids, logits, errors = [], [], np.zeros(len(h))
+        native = self._cascade if self.spec.n_rows * self.spec.width >= SMALL_HEAD else None
+        h = as_states(hidden, self.spec.width, check=native is None)
+        found = None
+        if native is not None:
+            found = native(h, k, _spare_leaders(k), self.budget)
+            if found is None:
+                require_usable(h)
+        if isinstance(found, tuple):
+            top = self._from_columns(found, k, ties)
+        else:
+            top = self._from_steps(self._scan(h, k, found), k, ties)
+        self._note(top.certificates, time.perf_counter() - started)
+        return top
+
+    def _from_columns(self, columns: tuple[Any, ...], k: int, ties: bool) -> TopK:
+        """The answer where the native cascade has found and ordered the k best of every state, with none equal to the
+        k-th beside them."""
+        ids, value, error, threshold, max_unopened, rows_scored, survivors, bytes_read, energy = columns
+        certificates = Certificates(
+            kind="top_k",
+            certified=threshold > max_unopened,
+            threshold=threshold,
+            max_unopened=max_unopened,
+            rows_scored=rows_scored,
+            survivors=survivors,
+            bytes_read=bytes_read,
+            bytes_dense=self.spec.bytes_dense,
+            fallback=[None] * len(ids),
+            energy=energy,
+        )
+        logits = self.spec.finish(value)
+        if ties:
+            return TopK(list(ids), list(logits), k, error, certificates)
+        return TopK(ids, logits, k, error, certificates)
+
+    def _from_steps(self, steps: list[_Step], k: int, ties: bool) -> TopK:
+        ids, logits, errors = [], [], np.zeros(len(steps))
         for b, step in enumerate(steps):
             found, value, error = step.scored()
             if not step.ranked:
@@ -185,8 +223,14 @@ class CertifiedHead:
             logits.append(self.spec.finish(value))
             errors[b] = error.max()
         certificates = self._certificates(steps)
+        if ties:
+            return TopK(ids, logits, k, errors, certificates)
+        return TopK(np.stack(ids), np.stack(logits), k, errors, certificates)
+
+    def _note(self, certificates: Certificates, seconds: float) -> None:
+        """Adds a call to the statistics, and tells once when calibration does not fit."""
         with self._lock:
-            self.statistics.add(certificates, time.perf_counter() - started)
+            self.statistics.add(certificates, seconds)
             drifted = self.statistics.energy_states >= _DRIFT_STATES and self.statistics.mean_energy > _DRIFT_ENERGY
             drifted, self._drift_told = drifted and not self._drift_told, self._drift_told or drifted
         if drifted:
@@ -194,16 +238,19 @@ class CertifiedHead:
                 "the calibration of this index does not fit the states being served (their mean energy is "
                 f"{self.statistics.mean_energy:.1f} times the calibration's); answers stay exact, but each step reads "
                 "more than it need; calibrate on such text with: csv-decode build MODEL --calibration TEXTFILE",
-                stacklevel=2,
+                stacklevel=3,
             )
-        if ties:
-            return TopK(ids, logits, k, errors, certificates)
-        return TopK(np.stack(ids), np.stack(logits), k, errors, certificates)
 
     # The scan: which rows have to be scored, and what bounds the others.
 
-    def _scan(self, h: F64, k: int) -> list[_Step]:
+    def _scan(self, h: F64, k: int, native: list[Any] | None = None) -> list[_Step]:
+        """What is known of each state in the end; `native` is what the cascade of the kernels found, where it ran."""
         steps = [_Step(k, h[b]) for b in range(len(h))]
+        if native is not None:
+            for step, found in zip(steps, native, strict=True):
+                self._take(step, found)
+            self._dense([step for step in steps if step.fallback], None)
+            return steps
         index = self.index
         if index is None or self.spec.n_rows * self.spec.width < SMALL_HEAD:
             self._dense(steps, "no index" if index is None else "small head")
@@ -217,8 +264,6 @@ class CertifiedHead:
         if live:
             if index.shadow is None:
                 self._centroids(live)
-            elif self._cascade is not None:
-                self._whole_cascade(live)
             else:
                 self._shadow(live)
         self._dense([step for step in steps if step.fallback], None)
@@ -294,36 +339,29 @@ class CertifiedHead:
                     break
             step.survivors = [opened]
 
-    def _whole_cascade(self, steps: list[_Step]) -> None:
-        """`_shadow` in one call of the kernels."""
-        assert self.index is not None
-        assert self._cascade is not None
-        shadow = self.index.shadow
-        assert shadow is not None
-        scan = self._cascade(np.stack([step.h for step in steps]), steps[0].k, _SPARE_LEADERS, self.budget)
-        row_bytes = [shadow.row_bytes(i, self.spec.bias32 is not None) for i in range(len(shadow.planes))]
-        score_bytes = self.spec.width * self.spec.rows.itemsize
-        for step, result in zip(steps, scan, strict=True):
-            (
-                *scored,
-                step.ranked,
-                step.rows_scored,
-                step.threshold,
-                step.max_unopened,
-                step.energy,
-                step.survivors,
-                finite,
-                within_budget,
-            ) = result
-            step.parts = [tuple(scored)]
-            if not finite:
-                step.fallback = "overflow"
-                continue
-            if not within_budget:
-                step.fallback = "budget"
-            once = shadow.state_bytes + row_bytes[0] * len(shadow.rho)
-            later = sum(n * size for n, size in zip(step.survivors, row_bytes[1:], strict=False))
-            step.bytes_read = once / len(steps) + later + step.rows_scored * score_bytes
+    @staticmethod
+    def _take(step: _Step, found: tuple[Any, ...]) -> None:
+        """`_shadow` in one call of the kernels has done this state."""
+        (
+            *scored,
+            step.ranked,
+            step.rows_scored,
+            step.threshold,
+            step.max_unopened,
+            step.energy,
+            step.survivors,
+            step.bytes_read,
+            vanishing,
+            finite,
+            within_budget,
+        ) = found
+        step.parts = [(scored[0], scored[1], scored[2])]
+        if vanishing:
+            step.fallback, step.energy = "vanishing state", np.nan
+        elif not finite:
+            step.fallback = "overflow"
+        elif not within_budget:
+            step.fallback = "budget"
 
     def _shadow(self, steps: list[_Step]) -> None:
         assert self.index is not None
@@ -383,7 +421,7 @@ class CertifiedHead:
                 keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
                 step.drop(dropped)
                 rows, centre, upper = rows[keep], centre[keep], upper[keep]
-            lead = kernels.leaders(centre, step.k + (_SPARE_LEADERS if i == 0 else 0))
+            lead = kernels.leaders(centre, step.k + (_spare_leaders(step.k) if i == 0 else 0))
             self._score(step, self._token_ids(lead if rows is None else rows[lead]))
             keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
             step.drop(dropped)

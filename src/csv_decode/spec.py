@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "HeadSpec", "Rows", "as_states", "positive", "whole"]
+__all__ = ["Array", "HeadSpec", "Rows", "as_states", "positive", "require_usable", "whole"]
 
 Array = Any  # a numpy array or a torch tensor
 F64 = NDArray[np.float64]
@@ -209,14 +209,16 @@ class HeadSpec:
 
     def finish(self, raw: F64) -> F64:
         """Logits from raw scores <w, h> + b."""
+        if self.scale == 1.0 and self.softcap is None:
+            return raw
         out = raw * self.scale
         return out if self.softcap is None else self.softcap * np.tanh(out / self.softcap)
 
 
-def as_states(hidden: Array, width: int) -> F64:
+def as_states(hidden: Array, width: int, check: bool = True) -> F64:
     """Hidden states as float64 (B, d), exactly; one state may come as (d,).
 
-    Raises ValueError for another width, an empty batch, other shapes, NaN, infinity, or values beyond float32.
+    Raises ValueError for another width, an empty batch, other shapes, and (with `check`) as `require_usable` does.
     """
     data, brain = _to_numpy(hidden)
     if brain:
@@ -230,11 +232,17 @@ def as_states(hidden: Array, width: int) -> F64:
     if data.shape[0] == 0:
         raise ValueError("the batch of hidden states is empty, expected at least one state")
     out = np.ascontiguousarray(data, dtype=np.float64)
-    bad = ~(np.abs(out) <= _LARGEST)
+    if check:
+        require_usable(out)
+    return out
+
+
+def require_usable(states: F64) -> None:
+    """Raises ValueError where states (B, d) hold NaN, infinity, or values beyond float32."""
+    bad = ~(np.abs(states) <= _LARGEST)
     if bad.any():
         state = int(np.nonzero(bad.any(axis=1))[0][0])
         raise ValueError(
             f"hidden state {state} has {int(bad[state].sum())} values that are NaN, infinite or beyond float32's "
             "range; no certificate can be given for it"
         )
-    return out

@@ -106,7 +106,8 @@ class Plane:
             field = (blocks_of[:, self._blocks(int(width))] >> shift[:, None]) & np.uint8(2**width - 1)
             if width == 3:
                 field = field.reshape(n, words // 3, 8, 4)
-                split = [(field[:, :, :4] & np.uint8(3), 2), (field[:, :, 4:] & np.uint8(3), 2), (field >> np.uint8(2), 1)]
+                low = field & np.uint8(3)
+                split = [(low[:, :, :4], 2), (low[:, :, 4:], 2), (field >> np.uint8(2), 1)]
             else:
                 split = [(field.reshape(n, words, 8 // width, 4), int(width))]
             for part, size in split:
@@ -183,8 +184,9 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
 
     and (B,) bounds half_scale sum cmax |q| on the absolute value of the second term.
 
-    Fields of 3 and 4 bits meet states of 16 bits; narrower ones meet the high byte alone (q is a multiple of 256), where
-    rounding costs little: a field's share of the error grows with cmax.
+    Codes meet states of 16 bits; in the later planes fields of 1 and 2 bits meet the high byte alone (q is a multiple
+    of 256): what rounding costs there is small beside the rest that the plane leaves, and half the work is saved. In
+    plane 0 it would cost all planes.
 
     Proof. <xc, M h> = sum step (c - cmax/2) H_dim. With v = step H~_dim and q near v / scale, the slot's term
     differs from scale q (c - cmax/2) by at most cmax/2 (|v - scale q| + step white_error), since |c - cmax/2| <=
@@ -196,7 +198,7 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
     v = white[:, dim] * step
     peak = np.max(np.abs(v), axis=1, initial=0.0)
     scale = np.where(peak > ABSOLUTE, peak / _PEAK, 1.0)[:, None]  # all codes meet q = 0 in a vanishing state
-    quantum = np.where(cmax <= 3, 256.0, 1.0)
+    quantum = np.where((cmax <= 3) & (not plane.interleaved), 256.0, 1.0)
     q = np.clip(np.rint(v / (scale * quantum)) * quantum, -_PEAK, _PEAK)
     left = np.abs(v - q * scale) + RELATIVE * peak[:, None] + white_error[:, dim] * step
     error = (left @ (cmax / 2)) * INFLATE

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration import DEFAULT_STATES
 from ..index.build import build_index
 from .common import Dtype, ModelName, Threads, Verbose, build_now, open_model, read_text
 from .terminal import show_facts, size
@@ -49,7 +50,7 @@ def build(
             show_default="text that the model writes itself",
         ),
     ] = None,
-    states: Annotated[int, typer.Option(min=1, help="Hidden states to calibrate on.")] = 6000,
+    states: Annotated[int, typer.Option(min=1, help="Hidden states to calibrate on.")] = DEFAULT_STATES,
     bits: Annotated[
         str | None,
         typer.Option(

@@ -30,8 +30,8 @@ def build_index(
     bounds: str | Sequence[str] = "shadow",
     seed: int | None = None,
     *,
-    bits: tuple[float, ...] = (2.5, 2.0),
-    ridge: float = 0.03,
+    bits: tuple[float, ...] = (2.4, 0.75, 1.6),
+    ridge: float = 0.01,
     clusters: int | None = None,
     iterations: int = 8,
     spherical: bool = False,
@@ -47,7 +47,8 @@ def build_index(
             how few rows survive, never whether an answer is right. None: isotropic, which is sound but reads more.
         bounds: "shadow", "centroid", or both as a sequence: the cascade ("centroid", "shadow").
         seed: for rotations, samples and k-means; None draws one. The settings record it.
-        bits: mean bits a weight of each plane, coarse to fine.
+        bits: mean bits a weight of each plane, coarse to fine; rounded in the later ones so that a row fills cache
+            lines.
         ridge: added to the spectrum of the states, in units of its mean.
         clusters, iterations, spherical: of the centroid bound; C defaults to 0.015 V.
         verify: check every radius against the weights at the end.

@@ -1,4 +1,4 @@
-"""Building a shadow bound: calibrated whitening, water-filled bits, two planes of codes, radii rounded up."""
+"""Building a shadow bound: calibrated whitening, water-filled bits, planes of codes, radii rounded up."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ _LARGEST = 2.0**120
 
 
 def whitening(states: F64, ridge: float) -> tuple[F64, F64]:
-    """M = (L + ridge)^(-1/2) U^T from calibration states (N, d), and its inverse transposed; most energy first."""
+    """M = (L + ridge)^(-2/5) U^T from calibration states (N, d), and its inverse transposed; most energy first.
+
+    An exponent of -1/2 would make the calibration states white. States that were not in the calibration have more
+    energy in its small eigenvalues, which -2/5 trusts less: it leaves a tenth fewer rows there (docs/tuning.md)."""
     eigenvalues, vectors = np.linalg.eigh(states.T @ states / len(states))
     eigenvalues, vectors = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
     spread = eigenvalues + ridge * (eigenvalues.mean() or 1.0)
-    spread = np.sqrt(np.maximum(spread, spread.max() * 2.0**-20))  # or float16 could not hold M beside its largest row
+    spread = np.maximum(spread, spread.max() * 2.0**-20) ** 0.4  # bounded, or float16 could not hold M's small rows
     return (vectors / spread).T, (vectors * spread).T
 
 
@@ -45,14 +48,18 @@ def _rotations(dims: int, rng: np.random.Generator) -> list[F64]:
     return out
 
 
-def _fill(variance: F64, start: F64, budget: float, limit: int) -> NDArray[np.int32]:
+def _fill(variance: F64, budget: float, limit: int, lines: bool) -> NDArray[np.int32]:
     """Bits for each block, one at a time to the block that has lost most, until they are `budget` a dimension.
 
-    `variance` (blocks,) is what a plane codes and `start` is its loss without a bit, both as mean squares."""
+    `variance` (blocks,) is the mean square of what a plane codes. lines: the row, a word of radii and a word for each
+    bit of a block, shall fill whole cache lines of 16 words, as a row that is read alone should."""
     bits = np.zeros(len(variance), np.int32)
-    total = round(budget * len(variance))
-    for _ in range(min(total, limit * len(variance))):
-        loss = np.where(bits < limit, start * _LOSS[bits], -1.0)
+    most = limit * len(variance)
+    total = min(round(budget * len(variance)), most)
+    if lines and most >= 15:
+        total = min(max(1, round((total + 1) / 16)), (most + 1) // 16) * 16 - 1
+    for _ in range(total):
+        loss = np.where(bits < limit, variance * _LOSS[bits], -1.0)
         bits[int(np.argmax(loss))] += 1
     return bits
 
@@ -89,11 +96,11 @@ def _best_step(values: F64, bits: int, start: float) -> float:
     return best
 
 
-def _quantiser(x: F64, budget: float, limit: int) -> _Quantiser:
+def _quantiser(x: F64, budget: float, limit: int, lines: bool) -> _Quantiser:
     """A plane's bits and steps from sampled rows (n, D) in units of rho."""
     blocks = x.reshape(len(x), -1, BLOCK)
     variance = np.mean(blocks**2, axis=(0, 2))
-    bits = _fill(variance, variance, budget, limit)
+    bits = _fill(variance, budget, limit, lines)
     step = [
         _best_step(blocks[:, b].reshape(-1), int(bits[b]), float(_STEP[bits[b]] * np.sqrt(variance[b])) or 1.0)
         for b in range(len(bits))
@@ -148,7 +155,7 @@ class _Coder:
         rest = sample / np.maximum(rho, self.typical * 2.0**-8)[:, None]
         self.quantisers: list[_Quantiser] = []
         for budget in budgets:
-            quantiser = _quantiser(rest, budget, limit=7)
+            quantiser = _quantiser(rest, budget, limit=7, lines=bool(self.quantisers))
             self.quantisers.append(quantiser)
             rest = rest - quantiser.code(rest)[1]
         # Units of the radii: 255 units must hold almost every row, and any row whose scale is raised far enough.

@@ -7,8 +7,8 @@ Tensors: ``row_ids`` int64; ``centroid.centroids``, ``.radius``, ``.bias_max`` f
 Metadata has one entry, "csv-decode index", JSON with sorted keys: ``version``; ``head`` (fingerprint, kind, shape,
 n_rows, settings, scalars of the bounds); ``sha256`` over head and tensors. The same index always gives the same file.
 
-The codes come first and the data begin at a multiple of 64 bytes: codes that straddle cache lines are read half as fast.
-The safetensors library orders tensors by itself, so the file is written here and read back through the library.
+The codes come first and the data begin at a multiple of 64 bytes: codes that straddle cache lines are read half as
+fast. The safetensors library orders tensors by itself, so the file is written here and read back through it.
 """
 
 from __future__ import annotations

@@ -41,10 +41,8 @@ class Kernels(Protocol):
         bound: ShadowBound,
         rows: Rows,
         bias: F32 | None,
-    ) -> Callable[[F64, int, int, int], list[Any]] | None:
-        """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget) gives for each state ids,
-        values, errors, whether they are the k best in proved order, rows scored, threshold, max_unopened, energy,
-        survivors of each plane, whether all parameters were finite, and whether the survivors kept to the budget."""
+    ) -> Callable[[F64, int, int, int], Any] | None:
+        """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget), see cpp/module.cpp."""
 
     def screen(self, plane: Any, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         """Plane 0 for every row: centre and upper, (B, V). Blocks of 16 rows that are not open get -inf."""

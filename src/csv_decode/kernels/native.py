@@ -48,7 +48,7 @@ class NativeKernels:
         bound: ShadowBound,
         rows: Rows,
         bias: NDArray[np.float32] | None,
-    ) -> Callable[[NDArray[np.float64], int, int, int], list[Any]]:
+    ) -> Callable[[NDArray[np.float64], int, int, int], Any]:
         planes = []
         for plane in bound.planes:
             dim, step, cmax = plane.slots
