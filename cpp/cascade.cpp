@@ -264,52 +264,41 @@ struct Cascade::Race {
   }
 };
 
-// Plane 0's survivors among rows [first, last), refined by plane 1. Returns how many plane 0 left.
-int64_t Cascade::descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
-                         int64_t first, int64_t last, float bar, Race* race) const {
+// Plane 0's survivors among rows [first, last), refined by one plane after another; `left` gets how many each plane leaves.
+void Cascade::descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
+                      int64_t first, int64_t last, float bar, Race* race, int64_t* left) const {
   std::vector<int64_t>& rows = race->rows;
   rows.resize(static_cast<size_t>(last - first));
   const int64_t n = kernels.select(upper, first, last, bar, rows.data(), &race->dropped);
   rows.resize(static_cast<size_t>(n));
   race->centre.resize(rows.size());
   race->upper.resize(rows.size());
-  if (spec_.planes.size() == 1) {
-    for (size_t j = 0; j < rows.size(); ++j) {
-      race->centre[j] = centre[rows[j]];
-      race->upper[j] = upper[rows[j]];
-    }
-  } else if (n > 0) {
-    std::vector<float> start(rows.size());
-    for (size_t j = 0; j < rows.size(); ++j) start[j] = centre[rows[j]];
-    kernels.refine(spec_.planes[1].plane, state.planes[1], rows.data(), start.data(), 0, n, race->centre.data(),
-                   race->upper.data());
-    race->select(kernels, bar);
+  for (size_t j = 0; j < rows.size(); ++j) {
+    race->centre[j] = centre[rows[j]];
+    race->upper[j] = upper[rows[j]];
   }
-  return n;
+  left[0] = n;
+  std::vector<float> start;
+  for (size_t i = 1; i < spec_.planes.size(); ++i) {
+    start = race->centre;
+    kernels.refine(spec_.planes[i].plane, state.planes[i], rows.data(), start.data(), 0,
+                   static_cast<int64_t>(rows.size()), race->centre.data(), race->upper.data());
+    race->select(kernels, bar);
+    left[i] = static_cast<int64_t>(rows.size());
+  }
 }
 
-// The planes behind the first two, and the exact scores of the rows that they leave.
-void Cascade::finish(const Kernels& kernels, int threads, const double* h, const Prepared& state, Race race, int64_t k,
-                     int64_t budget, StepResult* out) const {
-  for (size_t i = 1; i < spec_.planes.size(); ++i) {
-    const int64_t n = static_cast<int64_t>(race.rows.size());
-    if (i > 1) {
-      std::vector<float> start = race.centre;
-      parallel_ranges(threads, n, 512, [&](int64_t first, int64_t last) {
-        kernels.refine(spec_.planes[i].plane, state.planes[i], race.rows.data(), start.data(), first, last,
-                       race.centre.data(), race.upper.data());
-      });
-      race.select(kernels, below_float32(out->threshold));
-    }
-    std::vector<int64_t> best;
-    top_values(kernels, race.centre.data(), 0, static_cast<int64_t>(race.rows.size()), k, &best);
-    for (int64_t& at : best) at = race.rows[static_cast<size_t>(at)];
-    score(kernels, 1, h, k, std::move(best), out);
-    race.select(kernels, below_float32(out->threshold));
-    out->survivors.push_back(static_cast<int64_t>(race.rows.size()));
-  }
+// The best-looking rows of the last plane give a better threshold; the rows that reach it are scored.
+void Cascade::finish(const Kernels& kernels, int threads, const double* h, Race race, int64_t k, int64_t budget,
+                     StepResult* out) const {
+  std::vector<int64_t> best;
+  top_values(kernels, race.centre.data(), 0, static_cast<int64_t>(race.rows.size()), k, &best);
+  for (int64_t& at : best) at = race.rows[static_cast<size_t>(at)];
+  score(kernels, 1, h, k, std::move(best), out);
+  race.select(kernels, below_float32(out->threshold));
+  out->survivors.back() = static_cast<int64_t>(race.rows.size());
   out->max_unopened = static_cast<double>(race.dropped);
-  out->within_budget = static_cast<int64_t>(race.rows.size()) <= budget;
+  out->within_budget = out->survivors.back() <= budget;
   if (out->within_budget) score(kernels, threads, h, k, std::move(race.rows), out);
 }
 
@@ -381,25 +370,28 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
   constexpr int64_t kRange = 4096;
   const int64_t ranges = (n_rows + kRange - 1) / kRange;
+  const size_t planes = s.planes.size();
   std::vector<Race> races(static_cast<size_t>(ranges * n_live));
-  std::vector<int64_t> left(races.size());
+  std::vector<int64_t> left(races.size() * planes);
   parallel(threads, ranges, [&](int64_t range) {
     for (int64_t i = 0; i < n_live; ++i) {
       const size_t to = static_cast<size_t>(i * ranges + range);
-      left[to] = descend(kernels, states[at(i)], centre + i * n_rows, upper + i * n_rows, range * kRange,
-                         std::min(n_rows, (range + 1) * kRange), below_float32(out[at(i)].threshold), &races[to]);
+      descend(kernels, states[at(i)], centre + i * n_rows, upper + i * n_rows, range * kRange,
+              std::min(n_rows, (range + 1) * kRange), below_float32(out[at(i)].threshold), &races[to],
+              &left[to * planes]);
     }
   });
   parallel(n_live > 1 ? threads : 1, n_live, [&](int64_t i) {
     Race race;
-    int64_t survivors = 0;
+    std::vector<int64_t>& survivors = out[at(i)].survivors;
+    survivors.resize(planes);
     for (int64_t range = 0; range < ranges; ++range) {
-      race.append(races[static_cast<size_t>(i * ranges + range)]);
-      survivors += left[static_cast<size_t>(i * ranges + range)];
+      const size_t from = static_cast<size_t>(i * ranges + range);
+      race.append(races[from]);
+      for (size_t p = 0; p < planes; ++p) survivors[p] += left[from * planes + p];
     }
-    out[at(i)].survivors.push_back(survivors);
-    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, states[at(i)],
-           std::move(race), k, budget, &out[at(i)]);
+    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, std::move(race), k,
+           budget, &out[at(i)]);
   });
   const int64_t row_bytes = s.rows.width * (s.rows.type == RowType::float32 ? 4 : 2);
   const double once = static_cast<double>(s.dims * s.rows.width * 2 + s.rows.width * 4 + s.row_bytes(0) * n_rows) /

@@ -73,10 +73,10 @@ class Cascade {
   std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
   void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
-  int64_t descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
-                  int64_t first, int64_t last, float bar, Race* race) const;
-  void finish(const Kernels& kernels, int threads, const double* h, const Prepared& state, Race race, int64_t k,
-              int64_t budget, StepResult* out) const;
+  void descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper, int64_t first,
+               int64_t last, float bar, Race* race, int64_t* left) const;
+  void finish(const Kernels& kernels, int threads, const double* h, Race race, int64_t k, int64_t budget,
+              StepResult* out) const;
 
   CascadeSpec spec_;
   std::mutex mutex_;

@@ -409,26 +409,29 @@ class CertifiedHead:
     def _descend(
         self, step: _Step, b: int, states: list[PlaneStates], centre: F32, upper: F32, row_bytes: list[int]
     ) -> None:
-        """From plane 0 to exact scores: at each plane the best-looking rows are scored for a better threshold, and the
-        rows whose upper bound lies below it are dropped. Equality stays, so that ties are never lost."""
+        """From plane 0 to exact scores. The best-looking rows of plane 0 are scored for a threshold, and each plane drops
+        the rows whose upper bound lies below it; before the last scores, the best-looking rows of the last plane raise
+        it. Equality stays, so that ties are never lost."""
         kernels = self.kernels
-        rows: I64 | None = None
-        for i in range(len(states)):
-            if i > 0:
-                assert rows is not None
-                step.bytes_read += len(rows) * row_bytes[i]
-                centre, upper = kernels.refine(self._planes[i], states[i].one(b), rows, centre)
-                keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
-                step.drop(dropped)
-                rows, centre, upper = rows[keep], centre[keep], upper[keep]
-            lead = kernels.leaders(centre, step.k + (_spare_leaders(step.k) if i == 0 else 0))
-            self._score(step, self._token_ids(lead if rows is None else rows[lead]))
+        self._score(step, self._token_ids(kernels.leaders(centre, step.k + _spare_leaders(step.k))))
+
+        def select() -> I64:
             keep, dropped = kernels.select(upper, float(below_float32(step.threshold)))
             step.drop(dropped)
-            rows = keep if rows is None else rows[keep]
-            centre = centre[keep]
+            return keep
+
+        rows = select()
+        centre, upper = centre[rows], upper[rows]
+        step.survivors = [len(rows)]
+        for plane, state, size in zip(self._planes[1:], states[1:], row_bytes[1:], strict=True):
+            step.bytes_read += len(rows) * size
+            centre, upper = kernels.refine(plane, state.one(b), rows, centre)
+            keep = select()
+            rows, centre, upper = rows[keep], centre[keep], upper[keep]
             step.survivors.append(len(rows))
-        assert rows is not None
+        self._score(step, self._token_ids(rows[kernels.leaders(centre, step.k)]))
+        rows = rows[select()]
+        step.survivors[-1] = len(rows)
         if len(rows) > self.budget:
             step.fallback = "budget"
         else:
