@@ -409,9 +409,9 @@ class CertifiedHead:
     def _descend(
         self, step: _Step, b: int, states: list[PlaneStates], centre: F32, upper: F32, row_bytes: list[int]
     ) -> None:
-        """From plane 0 to exact scores. The best-looking rows of plane 0 are scored for a threshold, and each plane drops
-        the rows whose upper bound lies below it; before the last scores, the best-looking rows of the last plane raise
-        it. Equality stays, so that ties are never lost."""
+        """From plane 0 to exact scores. The best-looking rows of plane 0 are scored for a threshold, and each plane
+        drops the rows whose upper bound lies below it; before the last scores, the best-looking rows of the last plane
+        raise it. Equality stays, so that ties are never lost."""
         kernels = self.kernels
         self._score(step, self._token_ids(kernels.leaders(centre, step.k + _spare_leaders(step.k))))
 
