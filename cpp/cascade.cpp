@@ -132,12 +132,22 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int thre
     Prepared& state = out[static_cast<size_t>(b)];
     const double* x = white.data() + b * dims;
     const double* e = white_error.data() + b * dims;
-    double norms[kGroups];
-    for (int g = 0; g < kGroups; ++g)
+    double norms[kGroups] = {}, across[kGroups] = {}, whole = 0;
+    for (int g = 0; g < s.groups; ++g)
       norms[g] = (norm(x, s.edges[g], s.edges[g + 1]) + norm(e, s.edges[g], s.edges[g + 1])) * kInflate + kAbsolute;
     double bb = base[static_cast<size_t>(b)];
     double slack = (base_magnitude[static_cast<size_t>(b)] * factor + floor) * kInflate;
-    double constant = s.delta * (norm(h + b * width, 0, width) * kInflate + kAbsolute);
+    const double size = norm(h + b * width, 0, width) * kInflate + kAbsolute;
+    double constant = s.delta * size;
+    if (s.sigma > 0) {
+      for (int g = 0; g < s.groups; ++g) {
+        norms[g] = (norms[g] + s.rotation_error * size) * kInflate;
+        const int64_t others = s.edges[g + 1] - s.edges[g] - 1;
+        if (others > 0) across[g] = norms[g] * norms[g] * kInflate / static_cast<double>(others);
+        whole += norms[g] * norms[g];
+      }
+      whole = std::sqrt(whole) * kInflate;
+    }
     double between = 0;  // reach of the planes after the first and before this one
     state.finite = true;
     for (size_t i = 0; i < s.planes.size(); ++i) {
@@ -175,6 +185,15 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int thre
       p.constant = (constant + static_cast<double>(i) * 0x1p-23 * between) * kInflate;
       if (i > 0) between += reach * kInflate;
       for (int g = 0; g < kGroups; ++g) p.norm[g] = plane.radius_step[g] * norms[g] * kInflate;
+      if (s.sigma > 0) {
+        double middle = 0;
+        for (int g = 0; g < s.groups; ++g) middle += across[g] * plane.typical[g];
+        middle = std::sqrt(middle) + kAbsolute;
+        p.constant = (p.constant + s.sigma / 2 * middle) * kInflate;
+        for (int g = 0; g < s.groups; ++g)
+          p.norm[g] = plane.radius_step[g] * (s.sigma / 2 * (across[g] / middle)) * kInflate * kInflate;
+        p.norm[kGroups - 1] = plane.radius_step[kGroups - 1] * whole * kInflate;
+      }
       p.base = bb;
       p.slack = slack + 0x1p-140;
       p.start_slack = i == 0 ? kRelative : static_cast<double>(i) * 0x1p-23;
@@ -394,7 +413,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
            budget, &out[at(i)]);
   });
   const int64_t row_bytes = s.rows.width * (s.rows.type == RowType::float32 ? 4 : 2);
-  const double once = static_cast<double>(s.dims * s.rows.width * 2 + s.rows.width * 4 + s.row_bytes(0) * n_rows) /
+  const double once = static_cast<double>(s.dims * s.rows.width * (s.transform.type == RowType::float32 ? 4 : 2) + s.rows.width * 4 + s.row_bytes(0) * n_rows) /
                       static_cast<double>(n_live);
   for (int b : live) {
     StepResult& result = out[static_cast<size_t>(b)];

@@ -17,17 +17,21 @@ struct CascadePlane {
   std::vector<double> step;
   std::vector<double> cmax;
   double radius_step[kGroups];
+  double typical[kGroups - 1];  // of the probabilistic mode
 };
 
 struct CascadeSpec {
   Rows rows;          // the head's weights; index row i is row i
   const float* bias;  // (rows) or null
-  Rows transform;  // (dims, width) float16
+  Rows transform;  // (dims, width)
   Rows mean;       // (1, width) float32
   int64_t dims;
+  int groups;
   int64_t edges[kGroups + 1];
   double delta;
   double energy;
+  double rotation_error;  // of the probabilistic mode
+  double sigma;           // 0: the deterministic mode
   std::vector<CascadePlane> planes;
   int64_t row_bytes(size_t plane) const {
     const bool biased = bias && plane == 0;

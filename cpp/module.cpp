@@ -282,26 +282,33 @@ using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
-               In<uint16_t, 2> transform, In<float, 2> mean,
-               In<int64_t, 1> edges, double delta, double energy)
+               AnyRows transform, int transform_type, In<float, 2> mean, In<int64_t, 1> edges, double delta,
+               double energy, double rotation_error, In<double, 2> typical, double sigma)
       : rows_(rows), bias_(bias), transform_(transform), mean_(mean) {
     expect(type >= 0 && type <= 2 && rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
     CascadeSpec s{};
     s.rows = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
     s.bias = bias ? bias->data() : nullptr;
-    s.transform = {transform.data(), RowType::float16, s.rows.width};
+    expect(transform_type >= 0 && transform_type <= 2 && transform.itemsize() == (transform_type == 0 ? 4u : 2u),
+           "transform type and item size differ");
+    s.transform = {transform.data(), static_cast<RowType>(transform_type), s.rows.width};
     s.mean = {mean.data(), RowType::float32, s.rows.width};
     s.dims = static_cast<int64_t>(transform.shape(0));
     s.delta = delta;
     s.energy = energy;
+    s.rotation_error = rotation_error;
+    s.sigma = sigma;
     expect(transform.shape(1) == rows.shape(1) && mean.shape(1) == rows.shape(1) && mean.shape(0) == 1,
            "transform, mean and rows differ in width");
     expect(!bias || bias->shape(0) >= rows.shape(0), "fewer biases than rows");
-    expect(edges.shape(0) == kGroups + 1, "one edge more than groups");
-    for (int g = 0; g <= kGroups; ++g) s.edges[g] = edges(g);
-    for (int g = 0; g < kGroups; ++g) expect(s.edges[g] <= s.edges[g + 1], "group edges fall");
-    expect(s.edges[0] == 0 && s.edges[kGroups] == s.dims, "groups do not cover the dimensions");
+    s.groups = static_cast<int>(edges.shape(0)) - 1;
+    expect(s.groups == (sigma > 0 ? kGroups - 1 : kGroups), "one edge more than groups");
+    for (int g = 0; g <= s.groups; ++g) s.edges[g] = edges(g);
+    for (int g = 0; g < s.groups; ++g) expect(s.edges[g] <= s.edges[g + 1], "group edges fall");
+    expect(s.edges[0] == 0 && s.edges[s.groups] == (sigma > 0 ? s.rows.width : s.dims),
+           "groups do not cover the dimensions");
     expect(!planes.empty(), "a cascade has at least one plane");
+    expect(typical.shape(0) == planes.size() && typical.shape(1) == kGroups - 1, "typical has a row for each plane");
     for (auto& [bound, dim, step, cmax, radius_step] : planes) {
       CascadePlane plane{};
       plane.plane = bound->plane();
@@ -314,6 +321,7 @@ class BoundCascade {
       plane.step.assign(step.data(), step.data() + slots);
       plane.cmax.assign(cmax.data(), cmax.data() + slots);
       for (int g = 0; g < kGroups; ++g) plane.radius_step[g] = radius_step(g);
+      for (int g = 0; g < kGroups - 1; ++g) plane.typical[g] = typical(s.planes.size(), g);
       expect(plane.plane.rows == (s.planes.empty() ? plane.plane.rows : s.planes[0].plane.rows),
              "planes differ in rows");
       held_.push_back(nb::find(bound));
@@ -355,7 +363,7 @@ class BoundCascade {
  private:
   AnyRows rows_;
   std::optional<In<float, 1>> bias_;
-  In<uint16_t, 2> transform_;
+  AnyRows transform_;
   In<float, 2> mean_;
   std::vector<nb::object> held_;
   std::unique_ptr<Cascade> cascade_;
@@ -373,10 +381,10 @@ NB_MODULE(_native, m) {
            "rho"_a, "bias"_a.none(), "segments"_a);
   nb::class_<BoundCascade>(m, "Cascade")
       .def(nb::init<std::vector<PlaneParts>, AnyRows, int, std::optional<In<float, 1>>,
-                    In<uint16_t, 2>, In<float, 2>, In<int64_t, 1>, double,
-                    double>(),
-           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "mean"_a,
-           "edges"_a, "delta"_a, "energy"_a)
+                    AnyRows, int, In<float, 2>, In<int64_t, 1>, double, double, double,
+                    In<double, 2>, double>(),
+           "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
+           "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);

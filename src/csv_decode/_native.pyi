@@ -24,9 +24,13 @@ class Cascade:
         type: int,
         bias: Any,
         transform: Any,
+        transform_type: int,
         mean: Any,
         edges: Any,
         delta: float,
         energy: float,
+        rotation_error: float,
+        typical: Any,
+        sigma: float,
     ) -> None: ...
     def scan(self, isa: str, threads: int, h: Any, k: int, spare: int, budget: int) -> Any: ...

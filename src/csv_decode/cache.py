@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .index import Index, StaleIndexError
-from .index.build import Progress, build_index
+from .index.build import BITS, Progress, build_index
 from .index.storage import FORMAT, VERSION, IndexFileError, load_index
 from .spec import Array, HeadSpec
 
@@ -142,8 +142,9 @@ def index_path(
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(build_index).parameters.items()
-        if name in ("bits", "ridge", "clusters", "iterations", "spherical")
+        if name in ("guarantee", "bits", "ridge", "clusters", "iterations", "spherical")
     }
+    defaults["bits"] = BITS[(build or {}).get("guarantee", "deterministic")]
     settings = defaults | {name: value for name, value in (build or {}).items() if name in defaults}
     text = json.dumps([VERSION, key, {name: repr(value) for name, value in settings.items()}], sort_keys=True)
     name = f"{spec.fingerprint[:16]}-{_bounds_name(bounds)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

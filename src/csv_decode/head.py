@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bounds.planes import INTERLEAVE, PlaneStates
-from .bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_error
+from .bounds.rounding import INFLATE, RELATIVE, SMALLEST_STATE, below_float32, score_error
 from .certificate import Certificates, Statistics, TopK
 from .exact import rank
 from .index import Index
@@ -89,7 +90,9 @@ class CertifiedHead:
         index: from `build_index` or `load_index`; None: every step is dense (and still exact).
         spec: the `HeadSpec` (or bare weight) that the index was built for.
         threads: at most this many threads work in a step; None: all that the process may use.
-        guarantee: "deterministic".
+        guarantee: "deterministic", or "probabilistic" with an index that was built so: each state's answer may be wrong
+            with probability `failure_probability`, and N states of a run with N times that (docs/mathematics.md).
+        failure_probability: of a step, in the probabilistic mode; at most 0.5.
         budget: share of the rows that a step may score exactly (the paper's K_max) before it falls back to the dense
             product. None: no limit.
         kernels: "generic", "avx2", "avx512" or "reference"; None: CSV_DECODE_SIMD, else the best that runs here.
@@ -109,10 +112,17 @@ class CertifiedHead:
         guarantee: str = "deterministic",
         budget: float | None = 0.25,
         kernels: str | None = None,
+        failure_probability: float = 1e-9,
     ) -> None:
         self.spec = HeadSpec.of(spec)
-        if guarantee != "deterministic":
-            raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic'")
+        if guarantee not in ("deterministic", "probabilistic"):
+            raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+        built = "probabilistic" if isinstance(index, Index) and index.shadow and index.shadow.probabilistic else None
+        if isinstance(index, Index) and (built or "deterministic") != guarantee:
+            raise ValueError(
+                f"guarantee is {guarantee!r}, but the index was built for {built or 'deterministic'!r} bounds; build "
+                f"one with build_index(..., guarantee={guarantee!r})"
+            )
         if budget is not None:
             budget = positive("budget", budget, 1)
         if index is not None and not isinstance(index, Index):
@@ -123,6 +133,12 @@ class CertifiedHead:
             index.check(self.spec)  # an index has only ever been built for finite weights
         self.index = index
         self.guarantee = guarantee
+        self.failure_probability, self._sigma = 0.0, 0.0
+        if index is not None and guarantee == "probabilistic":
+            assert index.shadow is not None
+            self.failure_probability = positive("failure_probability", failure_probability, 0.5)
+            pairs = self.spec.n_rows * len(index.shadow.planes)
+            self._sigma = math.sqrt(2 * math.log(pairs / self.failure_probability)) * INFLATE
         self._share = budget
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
@@ -137,7 +153,7 @@ class CertifiedHead:
             if bias is not None:
                 bias = bias[: self.spec.n_rows]
             if index.centroid is None:
-                self._cascade = self.kernels.cascade(index.shadow, rows, bias)
+                self._cascade = self.kernels.cascade(index.shadow, rows, bias, self._sigma)
             if self._cascade is None:
                 if bias is not None and index.row_ids is not None:
                     bias = np.ascontiguousarray(bias[index.row_ids])
@@ -158,6 +174,7 @@ class CertifiedHead:
             self.guarantee,
             self._share,
             self.kernels.name,
+            self.failure_probability or 1e-9,
         )
 
     def top_k(self, hidden: Array, k: int = 1, ties: bool = False) -> TopK:
@@ -204,6 +221,8 @@ class CertifiedHead:
             bytes_dense=self.spec.bytes_dense,
             fallback=[None] * len(ids),
             energy=energy,
+            guarantee=self.guarantee,
+            failure_probability=self.failure_probability,
         )
         logits = self.spec.finish(value)
         if ties:
@@ -368,7 +387,7 @@ class CertifiedHead:
         shadow = self.index.shadow
         assert shadow is not None
         h = np.stack([step.h for step in steps])
-        states, energy = shadow.prepare(self.kernels, h)
+        states, energy = shadow.prepare(self.kernels, h, self._sigma)
         has_bias = self.spec.bias32 is not None
         row_bytes = [shadow.row_bytes(i, has_bias) for i in range(len(shadow.planes))]
         if self.index.centroid is None:
@@ -455,4 +474,6 @@ class CertifiedHead:
             bytes_dense=self.spec.bytes_dense,
             fallback=[step.fallback for step in steps],
             energy=np.array([step.energy for step in steps]),
+            guarantee=self.guarantee,
+            failure_probability=self.failure_probability,
         )

@@ -20,7 +20,17 @@ from numpy.typing import NDArray
 
 from .rounding import ABSOLUTE, INFLATE, RELATIVE
 
-__all__ = ["BLOCK", "GROUPS", "INTERLEAVE", "MAX_PLANES", "Plane", "PlaneStates", "group_edges", "prepare"]
+__all__ = [
+    "BLOCK",
+    "GROUPS",
+    "INTERLEAVE",
+    "MAX_PLANES",
+    "Plane",
+    "PlaneStates",
+    "group_edges",
+    "prepare",
+    "rotation_edges",
+]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -35,6 +45,12 @@ _PEAK = 32512  # largest |q|, 127 * 256: its high byte stays within -127 .. 127 
 def group_edges(dims: int) -> I64:
     """Borders (GROUPS + 1,) of the groups of dimensions that have a radius each; whole blocks."""
     return np.linspace(0, dims // BLOCK, GROUPS + 1).round().astype(np.int64) * BLOCK
+
+
+def rotation_edges(width: int) -> I64:
+    """Borders (GROUPS,) of the GROUPS - 1 groups of dimensions that the probabilistic mode rotates, without padding."""
+    edges = (-(-width // BLOCK) * np.array([0, 1, 4, 9]) / 9).round().astype(np.int64) * BLOCK  # GROUPS of them
+    return np.minimum(edges, width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,15 @@ is an identity. Cauchy-Schwarz over GROUPS groups of dimensions bounds the last 
 The index stores radius_ig (a byte, rounded up) and `delta` = max_i ||delta_i|| / rho_i; `verify_index` checks both
 against the weights. Calibration chooses M and the bits, so it decides how few rows survive; the inequality holds for
 any M, any codes and any state. docs/mathematics.md has the whole proof with its rounding.
+
+The probabilistic mode has M = R F + E, where R rotates GROUPS - 1 groups of dimensions at random, after all tuning, and
+E is what float32 lost. With y_i = R F^-T (w_i - mu), r_i = y_i - rho_i xc_i is cut in each group into a part along y_i
+and a part across, whose direction the rotation has drawn: with n_g dimensions in the group, ||z_g|| >= ||(F h)_g||, and
+any c > 0,
+
+    <r_i, R F h> <= rho_i ( byte_i3 step_3 ||z|| + sigma/2 (c + sum_g byte_ig step_g ||z_g||^2 / (n_g - 1) / c) )
+
+except with probability exp(-sigma^2 / 2): bytes 0 to 2 bound squares of the part across, byte 3 the part along.
 """
 
 from __future__ import annotations
@@ -24,10 +33,11 @@ from numpy.typing import NDArray
 
 from ..kernels import Kernels
 from ..spec import Rows
-from .planes import GROUPS, Plane, PlaneStates, group_edges, prepare
+from .planes import GROUPS, Plane, PlaneStates, group_edges, prepare, rotation_edges
 from .rounding import ABSOLUTE, INFLATE, RELATIVE, score_error
 
 __all__ = ["ShadowBound"]
+
 
 F64 = NDArray[np.float64]
 
@@ -36,16 +46,24 @@ F64 = NDArray[np.float64]
 class ShadowBound:
     """Arrays of the bound, for V rows of width d coded in D dimensions (d rounded up to whole blocks of 32).
 
-    mean: (d,) float32, mu. transform: (D, d) float16, M. rho: (V,) bfloat16 as uint16. planes: coarse to fine.
-    delta: see the module. energy: mean of ||M h||^2 / D over the calibration states; a state that fits has the same.
+    mean: (d,) float32, mu. transform: (D, d) float16, M (float32 in the probabilistic mode). rho: (V,) bfloat16 as
+    uint16. planes: coarse to fine. delta: see the module. energy: mean of ||M h||^2 / D over the calibration states; a
+    state that fits has the same. In the probabilistic mode only: rotation_error bounds the Frobenius norm of E, and
+    typical (planes, GROUPS - 1) says what a row has of byte_ig step_g, from which c is chosen.
     """
 
     mean: NDArray[np.float32]
-    transform: NDArray[np.float16]
+    transform: NDArray[np.float16] | NDArray[np.float32]
     rho: NDArray[np.uint16]
     planes: tuple[Plane, ...]
     delta: float
     energy: float
+    rotation_error: float | None = None
+    typical: NDArray[np.float64] | None = None
+
+    @property
+    def probabilistic(self) -> bool:
+        return self.rotation_error is not None
 
     @property
     def state_bytes(self) -> int:
@@ -56,8 +74,9 @@ class ShadowBound:
         """Bytes that a step reads for each row that reaches a plane: codes, radii, row scale and bias."""
         return self.planes[plane].words_per_row * 4 + 2 + (4 if bias and plane == 0 else 0)
 
-    def prepare(self, kernels: Kernels, h: F64) -> tuple[list[PlaneStates], F64]:
-        """What B states (B, d) become for every plane, and (B,) ||M h||^2 / D relative to calibration.
+    def prepare(self, kernels: Kernels, h: F64, sigma: float = 0.0) -> tuple[list[PlaneStates], F64]:
+        """What B states (B, d) become for every plane, and (B,) ||M h||^2 / D relative to calibration. sigma: of the
+        probabilistic mode.
 
         The parameters complete the bound of a row: with `start` the base plus bias (plane 0) or the centre before,
 
@@ -69,11 +88,11 @@ class ShadowBound:
         added, so p 2^-23 |start| and, in the constant, p 2^-23 times their reach are enough.
         """
         dims, width = self.transform.shape
-        white, magnitude = kernels.score(Rows(self.transform, "float16"), h)
+        white, magnitude = kernels.score(Rows(self.transform, self.transform.dtype.name), h)
         white_error = score_error(width, magnitude)
-        edges = group_edges(dims)
-        norms = np.empty((len(h), GROUPS))
-        for g in range(GROUPS):
+        edges = rotation_edges(width) if self.probabilistic else group_edges(dims)
+        norms = np.zeros((len(h), GROUPS))
+        for g in range(len(edges) - 1):
             part = slice(edges[g], edges[g + 1])
             norms[:, g] = np.linalg.norm(white[:, part], axis=1) + np.linalg.norm(white_error[:, part], axis=1)
         norms = norms * INFLATE + ABSOLUTE
@@ -81,12 +100,25 @@ class ShadowBound:
         slack = score_error(width, base_magnitude[:, 0]) * INFLATE
         length = np.linalg.norm(h, axis=1) * INFLATE + ABSOLUTE
         constant = self.delta * length
+        if self.rotation_error is not None:  # of ||R F h||, not of ||M h||
+            norms = (norms + self.rotation_error * length[:, None]) * INFLATE
+            across = norms**2 * INFLATE / np.maximum(1, np.append(np.diff(edges) - 1, 1))
+            across[:, [*(np.diff(edges) <= 1), False]] = 0.0  # nothing is across in one dimension
+            whole = np.sqrt(np.sum(norms[:, :-1] ** 2, axis=1)) * INFLATE
         between = np.zeros(len(h))  # reach of the planes after the first and before this one
         out = []
         for i, plane in enumerate(self.planes):
             states, error, reach = prepare(plane, white, white_error, norms)
             constant = (constant + error) * INFLATE
             states.params[:, 2] = (constant + i * 2.0**-23 * between) * INFLATE
+            if self.probabilistic:
+                assert self.typical is not None
+                unit = plane.radius_step.astype(np.float64)
+                middle = np.sqrt(across[:, :-1] @ self.typical[i]) + ABSOLUTE  # any c will do; this is a good one
+                half = sigma / 2
+                states.params[:, 2] = (states.params[:, 2] + half * middle) * INFLATE
+                states.params[:, 3:6] = unit[:-1] * (half * (across[:, :-1] / middle[:, None])) * INFLATE * INFLATE
+                states.params[:, 6] = unit[-1] * whole * INFLATE
             between = between + (reach if i > 0 else 0.0)
             states.params[:, 7] = base[:, 0]
             states.params[:, 8] = slack + 2.0**-140

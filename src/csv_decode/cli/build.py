@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration import DEFAULT_STATES
-from ..index.build import build_index
+from ..index.build import BITS, build_index
 from .common import Dtype, ModelName, Threads, Verbose, build_now, open_model, read_text
 from .terminal import show_facts, size
 
@@ -55,7 +55,7 @@ def build(
         str | None,
         typer.Option(
             help="Mean bits a weight of each plane of the shadow bound.",
-            show_default=",".join(map(str, _DEFAULT["bits"])),
+            show_default=",".join(map(str, BITS["deterministic"])),
         ),
     ] = None,
     ridge: Annotated[

@@ -22,6 +22,8 @@ __all__ = ["Progress", "build_index"]
 #: Called as progress(stage, done, total).
 Progress = Callable[[str, int, int], None]
 _BOUNDS = ("centroid", "shadow")
+#: Bits of the planes by default.
+BITS: dict[str, tuple[float, ...]] = {"deterministic": (2.4, 0.75, 1.6), "probabilistic": (1.2, 0.75, 1.6)}
 
 
 def build_index(
@@ -30,7 +32,8 @@ def build_index(
     bounds: str | Sequence[str] = "shadow",
     seed: int | None = None,
     *,
-    bits: tuple[float, ...] = (2.4, 0.75, 1.6),
+    guarantee: str = "deterministic",
+    bits: tuple[float, ...] | None = None,
     ridge: float = 0.01,
     clusters: int | None = None,
     iterations: int = 8,
@@ -47,6 +50,8 @@ def build_index(
             how few rows survive, never whether an answer is right. None: isotropic, which is sound but reads more.
         bounds: "shadow", "centroid", or both as a sequence: the cascade ("centroid", "shadow").
         seed: for rotations, samples and k-means; None draws one. The settings record it.
+        guarantee: "deterministic", or "probabilistic": codes under a rotation drawn from the system's entropy, whose
+            bounds each fail with a small probability that the head is told (docs/mathematics.md, section 9).
         bits: mean bits a weight of each plane, coarse to fine; rounded in the later ones so that a row fills cache
             lines.
         ridge: added to the spectrum of the states, in units of its mean.
@@ -64,6 +69,11 @@ def build_index(
         raise ValueError(f"bounds is {bounds!r}, expected 'shadow', 'centroid' or ['centroid', 'shadow']")
     if len(chosen) == 2 and chosen != _BOUNDS:
         raise ValueError(f"bounds is {bounds!r}, but the coarse bound comes first: ['centroid', 'shadow']")
+    if guarantee not in BITS:
+        raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+    if guarantee != "deterministic" and chosen != ("shadow",):
+        raise ValueError(f"the probabilistic mode has the shadow bound alone, not bounds={bounds!r}")
+    bits = BITS[guarantee] if bits is None else bits
     try:
         bits = tuple(positive("bits", b, 7) for b in bits)
         if not 1 <= len(bits) <= MAX_PLANES:
@@ -96,8 +106,10 @@ def build_index(
         states = np.eye(spec.width) if calibration is None else as_states(calibration, spec.width)
         if not states.any():
             raise ValueError("the calibration states are all zero")
-        shadow = build_shadow(spec, states, row_ids, bits, ridge, rng, report("coding"), threads)
+        probabilistic = guarantee == "probabilistic"
+        shadow = build_shadow(spec, states, row_ids, bits, ridge, rng, report("coding"), threads, probabilistic)
         settings |= {
+            "guarantee": guarantee,
             "bits": list(bits),
             "ridge": ridge,
             "calibration_states": 0 if calibration is None else len(states),

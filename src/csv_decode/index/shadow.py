@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, Plane, group_edges
+from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, Plane, group_edges, rotation_edges
 from ..bounds.rounding import INFLATE, gamma
 from ..bounds.shadow import ShadowBound
 from ..spec import HeadSpec
@@ -108,6 +110,21 @@ def _quantiser(x: F64, budget: float, limit: int, lines: bool) -> _Quantiser:
     return _Quantiser(bits, np.array(step, np.float32))
 
 
+def _haar(edges: NDArray[np.int64], dims: int, rng: np.random.Generator) -> F64:
+    """A rotation (D, D) that turns each group of dimensions by an orthogonal matrix drawn uniformly (Haar)."""
+    out = np.eye(dims)
+    for a, b in itertools.pairwise(edges.tolist()):
+        q, r = np.linalg.qr(rng.standard_normal((b - a, b - a)))
+        out[a:b, a:b] = q * np.sign(np.diag(r))
+    return out
+
+
+def _reach(planes: list[Plane]) -> float:
+    """No code vector xc is longer than this."""
+    most = sum(np.repeat(p.step.astype(np.float64) * (2.0**p.bits - 1) / 2, BLOCK) for p in planes)
+    return float(np.linalg.norm(most)) * INFLATE
+
+
 def _group_norms(r: F64) -> F64:
     edges = group_edges(r.shape[1])
     return np.stack([np.sqrt(np.sum(r[:, a:b] ** 2, axis=1)) for a, b in itertools.pairwise(edges.tolist())], 1)
@@ -125,7 +142,7 @@ def _bf16(bits: NDArray[np.uint16]) -> F64:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
-def solve_transform(transform: NDArray[np.float16], width: int) -> tuple[F64, float]:
+def solve_transform(transform: NDArray[Any], width: int) -> tuple[F64, float]:
     """S (width, D) with ``x = w S`` solving ``M^T x = w`` for the stored M, and a bound on M's condition number."""
     stored = transform[:width].astype(np.float64)
     solve = np.zeros((width, len(transform)))
@@ -224,6 +241,129 @@ class _Coder:
         return codes, [r.astype(np.uint8) for r in radii], scale
 
 
+class _RotatedCoder:
+    """As `_Coder`, for rows rotated at random: radii for the probabilistic bound (see bounds/shadow.py).
+
+    The theorem needs the codes of a row to depend on the rotation through the rotated row alone. So all settings come
+    from a sample under another rotation, and row scales from lengths, which no rotation changes. And it speaks of the
+    exact rotated row, not of what float64 makes of it: where a coordinate is so close to a border of the quantiser that
+    the exact one may have another code, the row gets radii that hold without the theorem, as do rows that the bytes do
+    not fit.
+    """
+
+    def __init__(self, sample: F64, budgets: tuple[float, ...], edges: NDArray[np.int64]) -> None:
+        self.parts = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]
+        self.share: F64 = np.full(len(self.parts), np.inf)
+        scale = self.lengths(sample)
+        self.typical = float(np.median(scale[scale > 0])) if (scale > 0).any() else 1.0
+        # A row with an unusual share of its length in one group gets a larger scale: it would fit no radius byte.
+        ordinary = sample[scale > 0] / scale[scale > 0, None]
+        if len(ordinary):
+            self.share = np.array([np.quantile(np.linalg.norm(ordinary[:, part], axis=1), 0.98) for part in self.parts])
+            self.share[self.share == 0] = np.inf
+        scale = self.lengths(sample)
+        rows = sample / np.maximum(scale, self.typical * 2.0**-8)[:, None]
+        self.quantisers: list[_Quantiser] = []
+        self.stretch: list[F64] = []  # of the values of a plane's codes, (D,)
+        for budget in budgets:
+            rest = self._rests(rows, np.ones(len(rows)))[1][-1] if self.quantisers else rows
+            quantiser = _quantiser(rest, budget, limit=7, lines=bool(self.quantisers))
+            value, stretch = quantiser.code(rest)[1], np.ones(sample.shape[1])
+            if not self.quantisers:  # so that what plane 0 leaves is across its row, in the mean
+                for part in self.parts:
+                    both = float(np.sum(value[:, part] * rows[:, part]))
+                    stretch[part] = np.sum(rows[:, part] ** 2) / both if both > 0 else 1.0
+            step = quantiser.step * stretch.reshape(-1, BLOCK)[:, 0].astype(np.float32)
+            self.quantisers.append(_Quantiser(quantiser.bits, step))
+            self.stretch.append(np.repeat(np.where(step > 0, step / np.maximum(quantiser.step, 1e-30), 1.0), BLOCK))
+        # Units of the radii: see `_Coder`.
+        self.radius_steps: list[NDArray[np.float32]] = []
+        self.middles: list[F64] = []  # squares across, of a row in the middle
+        limits = self._rests(np.zeros((1, sample.shape[1])), np.ones(1))[1]
+        for left, limit in zip(self._rests(rows, np.ones(len(rows)))[1], limits, strict=True):
+            across, along = self._split(left, rows, np.zeros(len(rows)))
+            high = np.append(np.quantile(across**2, 0.9995, axis=0), np.quantile(along, 0.9995)) * 1.05
+            # what a row next to zero leaves must fit, or no scale would help a row
+            least = [float(np.linalg.norm(limit[:, part])) ** 2 for part in self.parts] + [float(np.linalg.norm(limit))]
+            high = np.maximum(high, np.array(least) * 1.01)
+            self.middles.append(np.median(across**2, axis=0))
+            unit = np.maximum(high / 254, high.max() * 2.0**-20)
+            self.radius_steps.append(np.nextafter(unit.astype(np.float32), np.float32(np.inf)))
+
+    def lengths(self, x: F64) -> F64:
+        """Row scales (n,) from lengths alone."""
+        scale = np.sqrt(np.mean(x**2, axis=1))
+        for part, share in zip(self.parts, self.share, strict=True):
+            scale = np.maximum(scale, np.linalg.norm(x[:, part], axis=1) / share)
+        return np.asarray(scale)
+
+    def _rests(self, x: F64, scale: F64) -> tuple[list[NDArray[np.uint8]], list[F64], F64]:
+        """Codes and rests (in the units of x) of every plane, and the smallest distance (n,) of a coordinate to a
+        border of its quantiser, in the units of x."""
+        codes: list[NDArray[np.uint8]] = []
+        rests: list[F64] = []
+        near = np.full(len(x), np.inf)
+        for quantiser, stretch in zip(self.quantisers, self.stretch, strict=True):
+            levels = np.repeat(2.0**quantiser.bits, BLOCK)
+            value = np.repeat(quantiser.step.astype(np.float64), BLOCK) * scale[:, None]
+            step = value / stretch
+            with np.errstate(divide="ignore", invalid="ignore"):
+                t = np.nan_to_num((rests[-1] if rests else x) / step + levels / 2)
+            c = np.clip(np.floor(t), 0, levels - 1)
+            away = np.where(levels > 1, np.abs(t - np.rint(t)) * step, np.inf)
+            near = np.minimum(near, np.min(away[:, : self.parts[-1].stop], axis=1, initial=np.inf))
+            rests.append((rests[-1] if rests else x) - value * (c - (levels - 1) / 2))
+            codes.append(c.astype(np.uint8))
+        return codes, rests, near
+
+    def _split(self, rest: F64, x: F64, error: F64) -> tuple[F64, F64]:
+        """Norms of the rest across the row in each group (n, GROUPS - 1), and along it in all (n,), for every row
+        within `error` (n,)."""
+        across, along = [], np.zeros(len(x))
+        for part in self.parts:
+            length = np.linalg.norm(x[:, part], axis=1)
+            size = np.linalg.norm(rest[:, part], axis=1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                inside = np.where(length > 0, np.abs(np.sum(rest[:, part] * x[:, part], axis=1)) / length, size)
+                turn = np.where(length > 0, size / length, np.inf if part.start < part.stop else 0.0)
+                room = np.where(error > 0, 4 * error * (1 + turn), 0.0)
+            across.append(np.sqrt(np.maximum(size**2 - inside**2, 0.0)) + 2.0**-20 * size + room)
+            along += (inside + 2.0**-40 * size + room) ** 2
+        return np.stack(across, 1), np.sqrt(along)
+
+    def __call__(
+        self, x: F64, scale: F64, error: F64, room: F64
+    ) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]], F64]:
+        """Codes, radii and row scales of rotated rows x (n, D). scale (n,) is what `lengths` gives, `error` (n,) bounds
+        what float64 has missed of x, and the radii shall hold for every row within `room` (n,)."""
+        scale = _bf16(_round_bf16_up(np.maximum(scale, self.typical * 2.0**-8)))
+        codes, rests, near = self._rests(x, scale)
+        radii = []
+        for unit, rest in zip(self.radius_steps, rests, strict=True):
+            across, along = self._split(rest, x, room)
+            need = np.concatenate([(across / scale[:, None]) ** 2, (along / scale)[:, None]], axis=1)
+            with np.errstate(invalid="ignore"):
+                radii.append(np.ceil(need * INFLATE / unit.astype(np.float64) * INFLATE))
+        plain = ~((near > 2 * error) & (np.max([r.max(axis=1) for r in radii], axis=0) <= 255))
+        for _ in range(300):
+            rows = np.nonzero(plain)[0]
+            if not len(rows) or not np.isfinite(scale[rows]).all():
+                break
+            again, rests, _ = self._rests(x[rows], scale[rows])
+            worst = np.zeros(len(rows))
+            for i, (unit, rest) in enumerate(zip(self.radius_steps, rests, strict=True)):
+                whole = (np.linalg.norm(rest, axis=1) + 4 * room[rows]) * (1 + 2.0**-30) / scale[rows]
+                byte = np.ceil(whole * INFLATE / float(unit[-1]) * INFLATE)
+                worst = np.maximum(worst, byte)
+                codes[i][rows], radii[i][rows] = again[i], 0
+                radii[i][rows, -1] = byte
+            plain[rows[worst <= 255]] = False
+            scale[plain] = _bf16(_round_bf16_up(scale[plain] * 1.5))
+        if plain.any() or not np.isfinite(scale).all():
+            raise _UncodableError(int(np.argmax(plain | ~np.isfinite(scale))))
+        return codes, [r.astype(np.uint8) for r in radii], scale
+
+
 def build_shadow(
     spec: HeadSpec,
     states: F64,
@@ -233,6 +373,7 @@ def build_shadow(
     rng: np.random.Generator,
     progress: Callable[[int, int], None],
     threads: int,
+    probabilistic: bool = False,
 ) -> ShadowBound:
     """Codes all valid rows of `spec` (in the order of row_ids, if given) after whitening with states (N, d)."""
     ids = np.arange(spec.n_rows) if row_ids is None else row_ids
@@ -256,20 +397,34 @@ def build_shadow(
     order = np.argsort(-spread, kind="stable")
     full = np.zeros((dims, width))
     full[:width] = forward[order]
-    for b, rotation in enumerate(_rotations(dims, rng)):
-        part = slice(b * BLOCK, min((b + 1) * BLOCK, width))
-        if part.start < width:
-            size = part.stop - part.start
-            turn = rotation if size == BLOCK else np.linalg.qr(rotation[:size, :size])[0]
-            full[part] = turn @ full[part]
     full /= 2.0 ** np.ceil(np.log2(np.abs(full).max()))
-    transform = full.astype(np.float16)
-
-    # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
-    stored = transform.astype(np.float64)
-    solve, condition = solve_transform(transform, width)
+    rotation_error = None
+    if probabilistic:
+        edges = rotation_edges(width)
+        solve, condition = solve_transform(full, width)
+        coder: _Coder | _RotatedCoder = _RotatedCoder((centred[usual] @ solve) @ _haar(edges, dims, rng).T, bits, edges)
+        # Everything is settled: now the rotation is drawn, from what only the system knows.
+        rotation = _haar(edges, dims, np.random.default_rng(secrets.randbits(256)))
+        transform: NDArray[Any] = (rotation @ full).astype(np.float32)
+        stored = full  # the rows are decomposed before they are rotated
+        # Of a product with the rotation: float64, and what the floats of a rotation are off a true one.
+        wobble = gamma(dims + 8) * float(np.sqrt(dims)) + 2.0**-40
+        rotation_error = float(np.linalg.norm(transform - rotation @ full)) + wobble * float(np.linalg.norm(full))
+        rotation_error *= INFLATE
+        final, _ = solve_transform(transform, width)
+    else:
+        for b, turn in enumerate(_rotations(dims, rng)):
+            part = slice(b * BLOCK, min((b + 1) * BLOCK, width))
+            if part.start < width:
+                n_part = part.stop - part.start
+                full[part] = (turn if n_part == BLOCK else np.linalg.qr(turn[:n_part, :n_part])[0]) @ full[part]
+        full /= 2.0 ** np.ceil(np.log2(np.abs(full).max()))
+        transform = full.astype(np.float16)
+        # From here on the stored transform is the truth: x solves M^T x = w - mu for it.
+        stored = transform.astype(np.float64)
+        solve, condition = solve_transform(transform, width)
+        coder = _Coder(centred[usual] @ solve, bits, condition)
     stored_norm, mean_norm = float(np.linalg.norm(stored)), float(np.linalg.norm(mean.astype(np.float64)))
-    coder = _Coder(centred[usual] @ solve, bits, condition)
 
     planes = [
         Plane(q.bits, q.step, unit, np.zeros(0, np.uint32), interleaved=i == 0)
@@ -297,7 +452,13 @@ def build_shadow(
         delta += g * (np.linalg.norm(w, axis=1) + mean_norm + stored_norm * np.linalg.norm(x, axis=1))
         delta *= INFLATE
         try:
-            codes, radii, scale = coder(x, delta * 2.0**20)
+            if isinstance(coder, _RotatedCoder):
+                turned = x @ rotation.T
+                error = wobble * np.linalg.norm(x, axis=1)
+                room = error + np.linalg.norm(centred @ final - turned, axis=1)  # who checks the index sees `final`
+                codes, radii, scale = coder(turned, np.maximum(coder.lengths(x), delta * 2.0**20), error, room)
+            else:
+                codes, radii, scale = coder(x, delta * 2.0**20)
         except _UncodableError as error:
             row = error.args[0]
             raise ValueError(
@@ -330,6 +491,8 @@ def build_shadow(
         planes=tuple(
             Plane(p.bits, p.step, p.radius_step, w, p.interleaved) for p, w in zip(planes, words, strict=True)
         ),
-        delta=4 * worst,  # about 1e-10: room for another solve of x
+        delta=4 * worst + (0.0 if rotation_error is None else _reach(planes) * rotation_error * INFLATE),
         energy=float(np.mean(white**2)),
+        rotation_error=rotation_error,
+        typical=np.array(coder.middles) if isinstance(coder, _RotatedCoder) else None,
     )

@@ -1,8 +1,9 @@
 """The index file: one safetensors file, checked on the way in and mapped, not read.
 
 Tensors: ``row_ids`` int64; ``centroid.centroids``, ``.radius``, ``.bias_max`` float32 and ``.offsets`` int64;
-``shadow.mean`` float32, ``.transform`` float16 and ``.rho`` uint16 (bfloat16 bits); ``shadow.plane<i>.bits`` int32,
-``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). All numbers are little-endian.
+``shadow.mean`` float32, ``.transform`` float16 (float32 in the probabilistic mode) and ``.rho`` uint16 (bfloat16 bits);
+``shadow.plane<i>.bits`` int32, ``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). All
+numbers are little-endian.
 
 Metadata has one entry, "csv-decode index", JSON with sorted keys: ``version``; ``head`` (fingerprint, kind, shape,
 n_rows, settings, scalars of the bounds); ``sha256`` over head and tensors. The same index always gives the same file.
@@ -106,7 +107,14 @@ def save(index: Index, path: str | os.PathLike[str]) -> None:
         "shape": list(index.shape),
         "n_rows": index.n_rows,
         "settings": index.settings,
-        "shadow": None if shadow is None else {"delta": shadow.delta, "energy": shadow.energy},
+        "shadow": None
+        if shadow is None
+        else {
+            "delta": shadow.delta,
+            "energy": shadow.energy,
+            "rotation_error": shadow.rotation_error,
+            "typical": None if shadow.typical is None else shadow.typical.tolist(),
+        },
     }
     about = {"version": VERSION, "head": head, "sha256": _checksum(head, tensors)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +220,8 @@ def _assemble(head: Any, tensors: Tensors) -> Index:
             planes=tuple(planes),
             delta=float(scalars["delta"]),
             energy=float(scalars["energy"]),
+            rotation_error=None if scalars["rotation_error"] is None else float(scalars["rotation_error"]),
+            typical=None if scalars["typical"] is None else np.array(scalars["typical"], float),
         )
     return Index(
         fingerprint=str(head["fingerprint"]),

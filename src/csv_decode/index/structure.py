@@ -64,7 +64,13 @@ def _shadow(bound: ShadowBound, n: int, width: int) -> None:
         f"delta {bound.delta} or energy {bound.energy} is impossible",
     )
     _array("shadow.mean", bound.mean, np.float32, (width,))
-    _array("shadow.transform", bound.transform, np.float16, (blocks * BLOCK, width))
+    _require(bound.rotation_error is None or 0 <= bound.rotation_error < math.inf, "rotation_error is impossible")
+    _require(bound.probabilistic == (bound.typical is not None), "rotation_error and typical come together")
+    if bound.typical is not None:
+        _array("shadow.typical", bound.typical, np.float64, (len(bound.planes), GROUPS - 1))
+        _require((bound.typical >= 0).all(), "shadow.typical is negative")
+    kind = np.float32 if bound.probabilistic else np.float16
+    _array("shadow.transform", bound.transform, kind, (blocks * BLOCK, width))
     _array("shadow.rho", bound.rho, np.uint16, (n,))
     _require(((bound.rho > 0) & (bound.rho < 0x7F80)).all(), "a row scale is not positive and finite")
     _require(1 <= len(bound.planes) <= MAX_PLANES, f"{len(bound.planes)} planes, expected 1 to {MAX_PLANES}")

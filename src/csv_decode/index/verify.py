@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ..bounds.planes import BLOCK, group_edges
+from ..bounds.planes import BLOCK, group_edges, rotation_edges
 from ..bounds.rounding import INFLATE, RELATIVE, gamma
 from ..kernels import require_ieee, thread_count
 from ..spec import Array, HeadSpec
@@ -32,7 +33,8 @@ def verify_index(
     For the shadow bound it decodes each row from the stored words and shows a decomposition
     ``w - mu = M^T (rho xc + r) + delta`` whose r fits the stored radii and whose delta fits the stored one: by the
     identity in `csv_decode.bounds.shadow`, that proves the bound for every state. For the centroid bound it measures
-    each row's distance to its centroid.
+    each row's distance to its centroid. Of the probabilistic mode it checks the parts of the rest along and across the
+    row; that the rotation was drawn at random, no check can see.
 
     Raises StaleIndexError for other weights and ValueError naming the first row whose bound does not hold.
     """
@@ -85,7 +87,7 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
         raise _fail(int(ids[int(np.argmin(rho > 0))]), "its row scale is not positive")
     size = np.linalg.norm(stored)
     mean = bound.mean.astype(np.float64)
-    edges = group_edges(dims)
+    edges, turned = group_edges(dims), rotation_edges(width)
     g = gamma(dims + width + 8)
 
     def chunk(first: int) -> int:
@@ -106,6 +108,25 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
             rest = x - scale[:, None] * coded
             missed = RELATIVE * (np.abs(x) + scale[:, None] * reach)  # by float64, of the true rest
             _, radii = plane.unpack(words)
+            if bound.probabilistic:
+                unit = plane.radius_step.astype(np.float64)
+                lost = np.linalg.norm(missed, axis=1)
+                whole = (np.linalg.norm(rest, axis=1) + lost) * INFLATE  # radii that hold for any rotation
+                plain = whole <= radii[:, -1] * unit[-1] * scale
+                along = np.zeros(len(x))
+                holds = np.ones(len(x), bool)
+                for group, (a, b) in enumerate(itertools.pairwise(turned.tolist())):
+                    length = np.linalg.norm(x[:, a:b], axis=1)
+                    dot = np.abs(np.sum(rest[:, a:b] * x[:, a:b], axis=1))
+                    inside = np.where(length > 0, dot / np.where(length > 0, length, 1), np.inf)
+                    length = np.linalg.norm(rest[:, a:b], axis=1)
+                    inside = np.minimum(inside, length)
+                    across = np.sqrt(length**2 - inside**2) + lost
+                    holds &= across**2 * INFLATE <= radii[:, group] * unit[group] * scale**2
+                    along += (inside + lost) ** 2
+                holds &= np.sqrt(along) * INFLATE <= radii[:, -1] * unit[-1] * scale
+                _require(plain | holds, ids[first:last], f"residual above the radii of plane {p}")
+                continue
             for group in range(len(edges) - 1):
                 part = slice(edges[group], edges[group + 1])
                 norm = np.linalg.norm(rest[:, part], axis=1) + np.linalg.norm(missed[:, part], axis=1)

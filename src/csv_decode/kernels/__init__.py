@@ -41,6 +41,7 @@ class Kernels(Protocol):
         bound: ShadowBound,
         rows: Rows,
         bias: F32 | None,
+        sigma: float = 0.0,
     ) -> Callable[[F64, int, int, int], Any] | None:
         """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget), see cpp/module.cpp."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
-from ..bounds.planes import INTERLEAVE, Plane, PlaneStates, group_edges
+from ..bounds.planes import GROUPS, INTERLEAVE, Plane, PlaneStates, group_edges, rotation_edges
 from ..spec import Rows
 
 if TYPE_CHECKING:
@@ -48,22 +48,28 @@ class NativeKernels:
         bound: ShadowBound,
         rows: Rows,
         bias: NDArray[np.float32] | None,
+        sigma: float = 0.0,
     ) -> Callable[[NDArray[np.float64], int, int, int], Any]:
         planes = []
         for plane in bound.planes:
             dim, step, cmax = plane.slots
             unit = plane.radius_step.astype(np.float64)
             planes.append((self.bind(plane, bound.rho, bias)[0], dim.astype(np.int32), step, cmax, unit))
+        typical = np.zeros((len(planes), GROUPS - 1)) if bound.typical is None else bound.typical
         cascade = _native.Cascade(
             planes,
             rows.data,
             _ROW_TYPES[rows.kind],
             bias,
-            bound.transform.view(np.uint16),
+            bound.transform,
+            _ROW_TYPES[bound.transform.dtype.name],
             bound.mean[None],
-            group_edges(len(bound.transform)),
+            rotation_edges(bound.transform.shape[1]) if bound.probabilistic else group_edges(len(bound.transform)),
             bound.delta,
             bound.energy,
+            bound.rotation_error or 0.0,
+            typical,
+            sigma,
         )
         return lambda h, k, spare, budget: cascade.scan(self.name, self.threads, h, k, spare, budget)
 
