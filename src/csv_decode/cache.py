@@ -123,6 +123,9 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 # Which index?
 
 
+_PROBABILISTIC = "probabilistic"
+
+
 def _bounds_name(bounds: str | Sequence[str]) -> str:
     return bounds if isinstance(bounds, str) else "+".join(bounds)
 
@@ -147,7 +150,8 @@ def index_path(
     defaults["bits"] = BITS[(build or {}).get("guarantee", "deterministic")]
     settings = defaults | {name: value for name, value in (build or {}).items() if name in defaults}
     text = json.dumps([VERSION, key, {name: repr(value) for name, value in settings.items()}], sort_keys=True)
-    name = f"{spec.fingerprint[:16]}-{_bounds_name(bounds)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    kind = _PROBABILISTIC if settings["guarantee"] == _PROBABILISTIC else _bounds_name(bounds)
+    name = f"{spec.fingerprint[:16]}-{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return cache_folder() / "indexes" / f"{name}.safetensors"
 
 
@@ -201,7 +205,8 @@ def newest_index(
     spec: HeadSpec | Array, source: Source | None = None, *, shadow_first: bool = True
 ) -> tuple[Path, Index] | None:
     """The index built last for these weights, whatever its settings, or None. With `shadow_first`, one that has only
-    the centroid bound (which reads nearly all of a real head) is taken when there is no other."""
+    the centroid bound (which reads nearly all of a real head) is taken when there is no other. Probabilistic ones are
+    left out: whoever wants one says so."""
     spec = HeadSpec.of(spec)
     if source is not None and "fingerprint" not in spec.__dict__:
         _recall_fingerprint(spec, source)
@@ -210,7 +215,7 @@ def newest_index(
     def rank(file: Path) -> tuple[bool, float]:
         return shadow_first and f"-{_bounds_name('centroid')}-" not in file.name, file.stat().st_mtime
 
-    for path in sorted(files, key=rank, reverse=True):
+    for path in sorted((f for f in files if f"-{_PROBABILISTIC}-" not in f.name), key=rank, reverse=True):
         index = _load(path, spec)
         if index is not None:
             return path, index

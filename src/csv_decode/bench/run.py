@@ -30,6 +30,7 @@ __all__ = [
     "CENTROID",
     "LINE",
     "OURS",
+    "PROBABILISTIC",
     "Method",
     "bytes_by_stage",
     "exact_ids",
@@ -49,6 +50,7 @@ Report = Callable[[str, int, int], None]
 LINE = 64
 OURS = "csv-decode"
 CENTROID = "csv-decode, centroid bound"
+PROBABILISTIC = "csv-decode, probabilistic"
 #: Peers of the sweep over V: the ones whose time is the memory's.
 _SWEEP_PEERS = ("torch float32", "torch bfloat16", "torch int8, weight only", "torch int8, dynamic")
 _SMALLEST_CUT = 1 << 15
@@ -167,7 +169,7 @@ def _figures(method: Method, record: _Record, base: float, k: int, batch: int) -
     out: dict[str, Any] = {
         "method": method.name,
         "ours": method.head is not None,
-        "exact": method.head is not None,
+        "exact": method.head is not None and method.head.guarantee == "deterministic",
         "k": k,
         "batch": batch,
         "calls": len(record.seconds),
@@ -311,6 +313,7 @@ def run(
     states: F32,
     plan: Plan,
     centroid: Index | None = None,
+    probabilistic: Index | None = None,
     calibration: F32 | None = None,
     progress: Report | None = None,
     sweep: Callable[[], None] | None = None,
@@ -321,6 +324,7 @@ def run(
         spec, index: our head, without scale and cap (they change no order).
         states: (N, d).
         centroid: an index with the paper's bound, to be measured as well.
+        probabilistic: one with the probabilistic guarantee, too.
         calibration: states to calibrate the smaller heads on; without it there is no sweep over V.
         progress: called as progress(stage, done, total).
         sweep: makes caches cold; None: `Sweeper`.
@@ -336,6 +340,9 @@ def run(
     for threads in plan.threads:
         set_threads(threads)
         methods = [Method(OURS, CertifiedHead(index, spec, threads=threads))]
+        if probabilistic is not None:
+            chance = CertifiedHead(probabilistic, spec, threads=threads, guarantee="probabilistic")
+            methods.append(Method(PROBABILISTIC, chance))
         methods += [Method(peer.name, peer=peer) for peer in peers]
         for k, batch in plan.cases():
             here = methods
