@@ -119,6 +119,18 @@ def test_the_newest_index_is_the_one_built_last() -> None:
     assert newest[0] == cache.index_path(WEIGHT, key="a")
 
 
+def test_an_index_for_comparison_is_never_taken_unasked() -> None:
+    """A bench once measured the paper's bound as ours, since the cache held no other index."""
+    cache.get_index(WEIGHT, Calls(), bounds="centroid")
+    cache.get_index(WEIGHT, Calls(), build={"guarantee": "probabilistic"})
+    assert cache.newest_index(WEIGHT) is None
+    assert cache.newest_index(WEIGHT, of_all=True) is not None
+    cache.get_index(WEIGHT, Calls())
+    newest = cache.newest_index(WEIGHT)
+    assert newest is not None
+    assert newest[0] == cache.index_path(WEIGHT)
+
+
 def test_rebuild_builds_though_there_is_one() -> None:
     collect = Calls()
     cache.get_index(WEIGHT, collect)

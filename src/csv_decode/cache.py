@@ -202,20 +202,18 @@ def get_index(
 
 
 def newest_index(
-    spec: HeadSpec | Array, source: Source | None = None, *, shadow_first: bool = True
+    spec: HeadSpec | Array, source: Source | None = None, *, of_all: bool = False
 ) -> tuple[Path, Index] | None:
-    """The index built last for these weights, whatever its settings, or None. With `shadow_first`, one that has only
-    the centroid bound (which reads nearly all of a real head) is taken when there is no other. Probabilistic ones are
-    left out: whoever wants one says so."""
+    """The index built last for these weights, whatever its settings, or None. Those that have only the centroid bound
+    (which reads nearly all of a real head) or are probabilistic are for who names their file, unless `of_all`."""
     spec = HeadSpec.of(spec)
     if source is not None and "fingerprint" not in spec.__dict__:
         _recall_fingerprint(spec, source)
     files = (cache_folder() / "indexes").glob(f"{spec.fingerprint[:16]}-*.safetensors")
 
-    def rank(file: Path) -> tuple[bool, float]:
-        return shadow_first and f"-{_bounds_name('centroid')}-" not in file.name, file.stat().st_mtime
-
-    for path in sorted((f for f in files if f"-{_PROBABILISTIC}-" not in f.name), key=rank, reverse=True):
+    others = () if of_all else (f"-{_bounds_name('centroid')}-", f"-{_PROBABILISTIC}-")
+    files = (file for file in files if not any(kind in file.name for kind in others))
+    for path in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         index = _load(path, spec)
         if index is not None:
             return path, index

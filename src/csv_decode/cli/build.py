@@ -112,7 +112,7 @@ def build(
     if path is None:
         from ..cache import newest_index
 
-        newest = newest_index(opened.spec, shadow_first=False)
+        newest = newest_index(opened.spec, of_all=True)
         assert newest is not None
         path = newest[0]
     spec, stored = opened.spec, os.path.getsize(path)
