@@ -23,7 +23,7 @@ __all__ = ["Progress", "build_index"]
 Progress = Callable[[str, int, int], None]
 _BOUNDS = ("centroid", "shadow")
 #: Bits of the planes by default.
-BITS: dict[str, tuple[float, ...]] = {"deterministic": (2.4, 0.75, 1.6), "probabilistic": (1.2, 0.75, 1.6)}
+BITS: dict[str, tuple[float, ...]] = {"deterministic": (2.4, 0.75, 1.35), "probabilistic": (1.2, 0.75, 1.35)}
 
 
 def build_index(
@@ -52,8 +52,7 @@ def build_index(
         seed: for rotations, samples and k-means; None draws one. The settings record it.
         guarantee: "deterministic", or "probabilistic": codes under a rotation drawn from the system's entropy, whose
             bounds each fail with a small probability that the head is told (docs/mathematics.md, section 9).
-        bits: mean bits a weight of each plane, coarse to fine; rounded in the later ones so that a row fills cache
-            lines.
+        bits: mean bits a weight of each plane, coarse to fine; rounded in the second so that a row fills cache lines.
         ridge: added to the spectrum of the states, in units of its mean.
         clusters, iterations, spherical: of the centroid bound; C defaults to 0.015 V.
         verify: check every radius against the weights at the end.

@@ -172,7 +172,7 @@ class _Coder:
         rest = sample / np.maximum(rho, self.typical * 2.0**-8)[:, None]
         self.quantisers: list[_Quantiser] = []
         for budget in budgets:
-            quantiser = _quantiser(rest, budget, limit=7, lines=bool(self.quantisers))
+            quantiser = _quantiser(rest, budget, limit=7, lines=len(self.quantisers) == 1)
             self.quantisers.append(quantiser)
             rest = rest - quantiser.code(rest)[1]
         # Units of the radii: 255 units must hold almost every row, and any row whose scale is raised far enough.
@@ -267,7 +267,7 @@ class _RotatedCoder:
         self.stretch: list[F64] = []  # of the values of a plane's codes, (D,)
         for budget in budgets:
             rest = self._rests(rows, np.ones(len(rows)))[1][-1] if self.quantisers else rows
-            quantiser = _quantiser(rest, budget, limit=7, lines=bool(self.quantisers))
+            quantiser = _quantiser(rest, budget, limit=7, lines=len(self.quantisers) == 1)
             value, stretch = quantiser.code(rest)[1], np.ones(sample.shape[1])
             if not self.quantisers:  # so that what plane 0 leaves is across its row, in the mean
                 for part in self.parts:
