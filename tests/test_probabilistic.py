@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -124,6 +125,23 @@ def test_a_file_and_a_pickle_give_it_back(tmp_path: Path) -> None:
     a = cd.CertifiedHead(index, weight, guarantee="probabilistic", failure_probability=1e-6).top_k(states, 3)
     for h in (head, other):
         np.testing.assert_array_equal(h.top_k(states, 3).certificates.survivors, a.certificates.survivors)
+
+
+def test_what_no_radius_covers_is_refused() -> None:
+    """Padding that is not zero moves centres; a rotation error of zero hides what float32 took. Both passed once."""
+    weight, states = make_head(300, 70)
+    shadow = build(weight, states[:32]).shadow
+    index = build(weight, states[:32])
+    assert index.shadow is not None
+    assert shadow is not None
+    padded = shadow.transform.copy()
+    padded[70:] = 3.0
+    for field, value in (("transform", padded), ("rotation_error", 0.0), ("rotation_error", 1.0)):
+        damaged = dataclasses.replace(index, shadow=dataclasses.replace(index.shadow, **{field: value}))
+        with pytest.raises(ValueError, match=r"padding|rotation_error|above delta"):
+            cd.verify_index(damaged, weight)
+    with pytest.raises(ValueError, match="sigma is 0"):
+        shadow.prepare(get_kernels("reference", 1), states[:1].astype(np.float64))
 
 
 @pytest.mark.parametrize("byte", [0, 1, 2, 3])

@@ -117,6 +117,8 @@ class CertifiedHead:
         self.spec = HeadSpec.of(spec)
         if guarantee not in ("deterministic", "probabilistic"):
             raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+        if index is None:
+            guarantee = "deterministic"  # every step is dense
         built = "probabilistic" if isinstance(index, Index) and index.shadow and index.shadow.probabilistic else None
         if isinstance(index, Index) and (built or "deterministic") != guarantee:
             raise ValueError(

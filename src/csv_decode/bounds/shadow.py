@@ -87,6 +87,8 @@ class ShadowBound:
         centres before, each 2^-24 of its own size: a centre is at most the last one plus what the planes between have
         added, so p 2^-23 |start| and, in the constant, p 2^-23 times their reach are enough.
         """
+        if self.probabilistic != (sigma > 0):
+            raise ValueError(f"sigma is {sigma}, but the bound is {'' if self.probabilistic else 'not '}probabilistic")
         dims, width = self.transform.shape
         white, magnitude = kernels.score(Rows(self.transform, self.transform.dtype.name), h)
         white_error = score_error(width, magnitude)

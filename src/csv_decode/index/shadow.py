@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from ..bounds.rounding import INFLATE, gamma
 from ..bounds.shadow import ShadowBound
 from ..spec import HeadSpec
 
-__all__ = ["build_shadow", "whitening"]
+__all__ = ["build_shadow", "longest_code", "solve_transform", "whitening"]
 
 F64 = NDArray[np.float64]
 
@@ -119,7 +119,7 @@ def _haar(edges: NDArray[np.int64], dims: int, rng: np.random.Generator) -> F64:
     return out
 
 
-def _reach(planes: list[Plane]) -> float:
+def longest_code(planes: Sequence[Plane]) -> float:
     """No code vector xc is longer than this."""
     most = sum(np.repeat(p.step.astype(np.float64) * (2.0**p.bits - 1) / 2, BLOCK) for p in planes)
     return float(np.linalg.norm(most)) * INFLATE
@@ -407,7 +407,7 @@ def build_shadow(
         rotation = _haar(edges, dims, np.random.default_rng(secrets.randbits(256)))
         transform: NDArray[Any] = (rotation @ full).astype(np.float32)
         stored = full  # the rows are decomposed before they are rotated
-        # Of a product with the rotation: float64, and what the floats of a rotation are off a true one.
+        # Of a product with the rotation: float64, and what the floats of a rotation are taken to be off a true one.
         wobble = gamma(dims + 8) * float(np.sqrt(dims)) + 2.0**-40
         rotation_error = float(np.linalg.norm(transform - rotation @ full)) + wobble * float(np.linalg.norm(full))
         rotation_error *= INFLATE
@@ -491,7 +491,7 @@ def build_shadow(
         planes=tuple(
             Plane(p.bits, p.step, p.radius_step, w, p.interleaved) for p, w in zip(planes, words, strict=True)
         ),
-        delta=4 * worst + (0.0 if rotation_error is None else _reach(planes) * rotation_error * INFLATE),
+        delta=4 * worst + (0.0 if rotation_error is None else longest_code(planes) * rotation_error * INFLATE),
         energy=float(np.mean(white**2)),
         rotation_error=rotation_error,
         typical=np.array(coder.middles) if isinstance(coder, _RotatedCoder) else None,

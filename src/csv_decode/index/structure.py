@@ -72,6 +72,8 @@ def _shadow(bound: ShadowBound, n: int, width: int) -> None:
     kind = np.float32 if bound.probabilistic else np.float16
     _array("shadow.transform", bound.transform, kind, (blocks * BLOCK, width))
     _array("shadow.rho", bound.rho, np.uint16, (n,))
+    # dimensions of padding belong to no group that is rotated, so no radius speaks of them
+    _require(not bound.probabilistic or not bound.transform[width:].any(), "the transform has rows of padding")
     _require(((bound.rho > 0) & (bound.rho < 0x7F80)).all(), "a row scale is not positive and finite")
     _require(1 <= len(bound.planes) <= MAX_PLANES, f"{len(bound.planes)} planes, expected 1 to {MAX_PLANES}")
     for i, plane in enumerate(bound.planes):

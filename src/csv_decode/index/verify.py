@@ -13,7 +13,7 @@ from ..bounds.rounding import INFLATE, RELATIVE, gamma
 from ..kernels import require_ieee, thread_count
 from ..spec import Array, HeadSpec
 from . import Index
-from .shadow import solve_transform
+from .shadow import longest_code, solve_transform
 from .structure import require_structure
 
 __all__ = ["verify_index"]
@@ -34,7 +34,8 @@ def verify_index(
     ``w - mu = M^T (rho xc + r) + delta`` whose r fits the stored radii and whose delta fits the stored one: by the
     identity in `csv_decode.bounds.shadow`, that proves the bound for every state. For the centroid bound it measures
     each row's distance to its centroid. Of the probabilistic mode it checks the parts of the rest along and across the
-    row; that the rotation was drawn at random, no check can see.
+    row; that the rotation was drawn at random, and what float32 took of it (`rotation_error`, beyond its least), no
+    check can see.
 
     Raises StaleIndexError for other weights and ValueError naming the first row whose bound does not hold.
     """
@@ -90,6 +91,14 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
     edges, turned = group_edges(dims), rotation_edges(width)
     g = gamma(dims + width + 8)
 
+    turning = 0.0
+    if bound.rotation_error is not None:
+        if not bound.rotation_error >= 2.0**-40 * np.linalg.norm(stored):
+            raise ValueError(
+                "rotation_error is below what a float32 transform can have; the index is damaged, rebuild it"
+            )
+        turning = longest_code(bound.planes) * bound.rotation_error
+
     def chunk(first: int) -> int:
         last = min(first + _CHUNK, n)
         w = spec.rows.float32(ids[first:last]).astype(np.float64)
@@ -98,7 +107,7 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
         scale = rho[first:last]
         delta = np.linalg.norm(centred - x @ stored, axis=1)
         delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + size * np.linalg.norm(x, axis=1))
-        _require(delta * INFLATE <= scale * bound.delta, ids[first:last], "transform residual above delta")
+        _require(delta * INFLATE + scale * turning <= scale * bound.delta, ids[first:last], "residual above delta")
         coded = np.zeros_like(x)
         reach = np.zeros(dims)  # no partial sum of xc_j is above this
         for p, plane in enumerate(bound.planes):
@@ -121,7 +130,7 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
                     inside = np.where(length > 0, dot / np.where(length > 0, length, 1), np.inf)
                     length = np.linalg.norm(rest[:, a:b], axis=1)
                     inside = np.minimum(inside, length)
-                    across = np.sqrt(length**2 - inside**2) + lost
+                    across = np.sqrt(length**2 - inside**2) + 2.0**-21 * length + lost
                     holds &= across**2 * INFLATE <= radii[:, group] * unit[group] * scale**2
                     along += (inside + lost) ** 2
                 holds &= np.sqrt(along) * INFLATE <= radii[:, -1] * unit[-1] * scale
