@@ -22,7 +22,7 @@ from csv_decode.cli import app  # noqa: E402
 from csv_decode.models import load_model  # noqa: E402
 
 from .conftest import make_head  # noqa: E402
-from .tiny import VOCABULARY, WIDTH, save_tiny, tiny_model, tiny_tokenizer  # noqa: E402
+from .tiny import VOCABULARY, WIDTH, forge_top_k, save_tiny, tiny_model, tiny_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cascade")
 
@@ -301,14 +301,7 @@ def test_the_three_heads_get_the_same_prompts_and_leave_the_model_as_it_was() ->
 def test_a_wrong_token_end_to_end_is_told_from_rounding(
     folder: Path, index_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = cd.CertifiedHead.top_k
-
-    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
-        top = honest(self, hidden, k, ties)
-        top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
-        return top
-
-    monkeypatch.setattr(cd.CertifiedHead, "top_k", forged)
+    forge_top_k(monkeypatch)
     options = ["--end-to-end", "--quick", "--tokens", 3, "--threads", 1, "--index", index_file]
     assert "on 6 prompts the certified head writes other tokens" in command("bench", folder, *options, status=1).stderr
 

@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from csv_decode.cli import app  # noqa: E402
 from csv_decode.models import ModelError, load_model  # noqa: E402
 
-from .tiny import VOCABULARY, save_tiny, tiny_model, tiny_tokenizer  # noqa: E402
+from .tiny import VOCABULARY, forge_top_k, save_tiny, tiny_model, tiny_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cascade")
 
@@ -167,14 +167,7 @@ def test_verify_finds_every_answer_right(folder: Path, index_file: Path, tmp_pat
 
 def test_a_wrong_answer_is_status_one(folder: Path, index_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that returns the neighbour of the best token does not get away with it."""
-    honest = cd.CertifiedHead.top_k
-
-    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
-        top = honest(self, hidden, k, ties)
-        top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
-        return top
-
-    monkeypatch.setattr(cd.CertifiedHead, "top_k", forged)
+    forge_top_k(monkeypatch)
     result = run("verify", folder, "--index", index_file, "--tokens", 20, "--sample-size", 0, status=1)
     assert "2 wrong answers" in result.stdout
     assert "position 0" in result.stderr

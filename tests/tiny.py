@@ -47,3 +47,17 @@ def save_tiny(folder: Path) -> Path:
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def forge_top_k(monkeypatch: Any) -> None:
+    """Makes every head return the neighbour of the best token."""
+    import csv_decode as cd
+
+    honest = cd.CertifiedHead.top_k
+
+    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
+        top = honest(self, hidden, k, ties)
+        top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
+        return top
+
+    monkeypatch.setattr(cd.CertifiedHead, "top_k", forged)

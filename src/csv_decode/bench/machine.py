@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kernels import simd_info
 
-__all__ = ["Sweeper", "free_bytes", "machine_info"]
+__all__ = ["Sweeper", "free_bytes", "machine_info", "threads_text"]
 
 _PACKAGES = ("csv-decode", "numpy", "torch", "transformers", "faiss-cpu", "torchao")
 #: Of the last cache, since caches keep some old lines under a stream of new ones; in bytes, at least and at most.
@@ -95,3 +95,7 @@ class Sweeper:
 
     def __call__(self) -> None:
         self._data.sum()
+
+
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

@@ -23,7 +23,7 @@ from ..index import Index
 from ..index.build import build_index
 from ..spec import HeadSpec
 from ..verify import verify
-from .machine import Sweeper
+from .machine import Sweeper, threads_text
 from .peers import Peer, build_peers, set_threads
 
 __all__ = [
@@ -214,6 +214,7 @@ def _certified_figures(head: CertifiedHead, certificates: list[Certificates]) ->
     energy = energy[~np.isnan(energy)]
     return {
         "guarantee": certificates[0].guarantee,
+        "failure_probability": certificates[0].failure_probability,
         "bytes": spread(np.concatenate([part.bytes_read for part in certificates]) / dense),
         "bytes_by_stage": {name: total / states / dense for name, total in stages.items()},
         "lines": spread(np.concatenate(line_totals) / dense) if line_totals else None,
@@ -349,7 +350,7 @@ def run(
             if centroid is not None and batch == 1:
                 few = max(1, len(states) // _FEW)
                 here = [*methods, Method(CENTROID, CertifiedHead(centroid, spec, threads=threads), only_first=few)]
-            stage = f"k = {k}, batch {batch}, {_threads(threads)}"
+            stage = f"k = {k}, batch {batch}, {threads_text(threads)}"
             found = measure(here, states, want[:, :k], batch, sweep, report(stage))
             figures += [{"threads": threads, **one} for one in found]
     out: dict[str, Any] = {"states": len(states), "figures": figures, "skipped": skipped, "against_v": []}
@@ -361,10 +362,6 @@ def run(
     out["compared"] = sum(f["states"] for f in _ours(out))
     out["wrong"] = sum(f["wrong"] for f in _ours(out))
     return out
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
 
 
 def _ours(out: dict[str, Any]) -> list[dict[str, Any]]:

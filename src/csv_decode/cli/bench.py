@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.machine import threads_text
 from .common import Dtype, IndexFile, ModelName, Opened, Verbose, open_model
 from .terminal import Bars, note, out, problem, show_facts, show_table, size
 
@@ -181,7 +182,7 @@ def _end_to_end(
     with Bars() as bars:
         runs = [
             measure_generation(
-                opened.model, opened.tokenizer, mine, n, prompts, count, partial(bars, f"generate, {_threads(n)}")
+                opened.model, opened.tokenizer, mine, n, prompts, count, partial(bars, f"generate, {threads_text(n)}")
             )
             for n in threads
         ]
@@ -283,10 +284,6 @@ def _about(report: dict[str, Any], *more: tuple[str, str]) -> list[tuple[str, st
     ]
 
 
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
-
-
 def _show_generation(report: dict[str, Any]) -> None:
     from ..bench.generation import FREE
 
@@ -294,7 +291,7 @@ def _show_generation(report: dict[str, Any]) -> None:
     text = f"greedy, {runs[0]['prompts']} prompts, at most {report['tokens']} tokens each"
     show_facts(_about(report, ("text", text)))
     for run in runs:
-        _title(f"model.generate, {_threads(run['threads'])}: milliseconds a token, and whole calls")
+        _title(f"model.generate, {threads_text(run['threads'])}: milliseconds a token, and whole calls")
         rows = [
             [
                 f["method"],
@@ -343,11 +340,11 @@ def _four(numbers: dict[str, float], text: str, scale: float = 1.0) -> list[str]
 def _show_case(key: tuple[int, int], threads: int, figures: list[dict[str, Any]]) -> None:
     k, batch = key
     states = "one state" if batch == 1 else f"batches of {batch} states"
-    _title(f"{states}, k = {k}, {_threads(threads)}: milliseconds a call")
+    _title(f"{states}, k = {k}, {threads_text(threads)}: milliseconds a call")
     rows = []
     for f in sorted(figures, key=lambda f: f["ms"]["mean"]):
         differs = [f"{f[name]} of {f['states']}" for name in ("argmax_differs", "set_differs")]
-        exact = "yes" if f["exact"] else "but 1e-9" if f["ours"] else "no"
+        exact = "yes" if f["exact"] else f"but {f['failure_probability']:g}" if f["ours"] else "no"
         rows.append([f["method"], *_four(f["ms"], ".2f"), f"{f['times_ours']:.2f}", exact, *differs[: 1 + (k > 1)]])
     sets = [f"top {k} differs"] if k > 1 else []
     show_table(["method", *_FOUR, "x ours", "exact", "argmax differs", *sets], rows)
@@ -390,7 +387,7 @@ def _show_certified(report: dict[str, Any]) -> None:
 def _show_rows(report: dict[str, Any]) -> None:
     figures, threads = report["against_v"], report["machine"]["threads"][-1]
     sizes = list(dict.fromkeys(f["rows"] for f in figures))
-    _title(f"Time against V, k = {figures[0]['k']}, {_threads(threads)}: mean milliseconds a state")
+    _title(f"Time against V, k = {figures[0]['k']}, {threads_text(threads)}: mean milliseconds a state")
     rows = []
     for name in dict.fromkeys(f["method"] for f in figures):
         means = {f["rows"]: f"{f['ms']['mean']:.2f}" for f in figures if f["method"] == name}

@@ -265,6 +265,8 @@ class Accelerated:
             return "autocast"
         if torch.is_grad_enabled() and (hidden.requires_grad or self.layer.weight.requires_grad):
             return "gradients"
+        if not torch.isfinite(hidden).all():
+            return "state not finite"
         return None
 
     # The two ways to answer.
@@ -284,11 +286,7 @@ class Accelerated:
     def _sparse_row(self, run: _Run, hidden: torch.Tensor) -> torch.Tensor | str:
         """(B, 1, V): the certified logits, -inf elsewhere. Or the reason why that would not do."""
         with self._lock:
-            try:
-                top = self.head.top_k(hidden[:, 0], max(run.k, 1), ties=run.k > 0)
-            except ValueError:  # of float32 states of the right width, the head refuses only these
-                return "state not finite"
-            self.last = top
+            top = self.last = self.head.top_k(hidden[:, 0], max(run.k, 1), ties=run.k > 0)
         values = np.concatenate(list(top.logits))
         scale, softcap = self._transform
         if softcap is not None:
@@ -297,7 +295,7 @@ class Accelerated:
                 return "soft cap saturated"
         elif not np.abs(values).max() * max(scale, 1.0) < _LARGEST:
             return "logits overflow"
-        row = run.row(hidden, self.layer.weight.shape[0])
+        row = hidden.new_full((len(top.ids), 1, self.layer.weight.shape[0]), -float("inf"))
         states = np.repeat(np.arange(len(top.ids)), [len(ids) for ids in top.ids])
         row.numpy()[states, 0, np.concatenate(list(top.ids))] = values
         return row
@@ -326,15 +324,6 @@ class _Run:
     k: int = 0
     reason: str | None = None
     armed: bool = False
-    _row: torch.Tensor | None = None
-
-    def row(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
-        """(B, 1, V) of -inf. The loop copies what it is given before its next step, so the memory serves again: a fresh
-        megabyte costs more in page faults than in writing."""
-        shape = (hidden.shape[0], 1, rows)
-        if self._row is None or self._row.shape != shape:
-            self._row = hidden.new_empty(shape)
-        return self._row.fill_(-float("inf"))
 
     def arm(self) -> None:
         self.close()
