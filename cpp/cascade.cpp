@@ -105,15 +105,22 @@ void sort_if_clear(StepResult* step, int64_t k) {
   step->clear = true;
 }
 
-// What one state becomes: for every plane the quantised state and the parameters of the bound.
-struct Cascade::Prepared {
-  std::vector<std::vector<int8_t>> hi, lo;
-  std::vector<PlaneState> planes;
-  double energy;
-  bool finite;
-};
+void score_rows(const CascadeSpec& s, const Kernels& kernels, int threads, const double* h, const int64_t* ids,
+                int64_t n, double* value, double* error) {
+  parallel_ranges(threads, n, 64, [&](int64_t first, int64_t last) {
+    kernels.score(s.rows, ids, first, last, h, 1, value, error, n);
+  });
+  const double factor = score_factor(s.rows.width), floor = score_floor(s.rows.width);
+  for (int64_t i = 0; i < n; ++i) {
+    error[i] = error[i] * factor + floor;
+    if (s.bias) {
+      value[i] += static_cast<double>(s.bias[ids[i]]);
+      error[i] += kRelative * std::fabs(value[i]);
+    }
+  }
+}
 
-std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int threads, const double* h,
+std::vector<Prepared> Cascade::prepare(const Kernels& kernels, int threads, const double* h,
                                                 int n_states) const {
   const CascadeSpec& s = spec_;
   const int64_t dims = s.dims, width = s.transform.width;
@@ -135,6 +142,9 @@ std::vector<Cascade::Prepared> Cascade::prepare(const Kernels& kernels, int thre
     double norms[kGroups] = {}, across[kGroups] = {}, whole = 0;
     for (int g = 0; g < s.groups; ++g)
       norms[g] = (norm(x, s.edges[g], s.edges[g + 1]) + norm(e, s.edges[g], s.edges[g + 1])) * kInflate + kAbsolute;
+    double largest = 0;
+    for (int64_t j = 0; j < width; ++j) largest = std::max(largest, std::fabs(h[b * width + j]));
+    state.vanishing = largest < kSmallestState;
     double bb = base[static_cast<size_t>(b)];
     double slack = (base_magnitude[static_cast<size_t>(b)] * factor + floor) * kInflate;
     const double size = norm(h + b * width, 0, width) * kInflate + kAbsolute;
@@ -226,23 +236,10 @@ void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_
   const int64_t n = static_cast<int64_t>(ids.size());
   if (n > 0) {
     size_t before = scored.ids.size();
-    std::vector<double> value(ids.size()), magnitude(ids.size());
-    parallel_ranges(threads, n, 64, [&](int64_t first, int64_t last) {
-      kernels.score(s.rows, ids.data(), first, last, h, 1, value.data(), magnitude.data(), n);
-    });
-    const double factor = score_factor(s.rows.width), floor = score_floor(s.rows.width);
     scored.ids.insert(scored.ids.end(), ids.begin(), ids.end());
     scored.value.resize(scored.ids.size());
     scored.error.resize(scored.ids.size());
-    for (size_t i = 0; i < ids.size(); ++i) {
-      double v = value[i], e = magnitude[i] * factor + floor;
-      if (s.bias) {
-        v += static_cast<double>(s.bias[ids[i]]);
-        e += kRelative * std::fabs(v);
-      }
-      scored.value[before + i] = v;
-      scored.error[before + i] = e;
-    }
+    score_rows(s, kernels, threads, h, ids.data(), n, scored.value.data() + before, scored.error.data() + before);
   }
   if (static_cast<int64_t>(scored.ids.size()) >= k) {
     std::vector<double> lower(scored.ids.size());
@@ -337,9 +334,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     result.finite = states[static_cast<size_t>(b)].finite;
     result.within_budget = false;
     result.bytes_read = 0;
-    double largest = 0;
-    for (int64_t j = 0; j < s.rows.width; ++j) largest = std::max(largest, std::fabs(h[b * s.rows.width + j]));
-    result.vanishing = largest < kSmallestState;
+    result.vanishing = states[static_cast<size_t>(b)].vanishing;
     if (!result.finite || result.vanishing) continue;
     live.push_back(b);
     first_plane.push_back(states[static_cast<size_t>(b)].planes[0]);

@@ -58,9 +58,21 @@ struct StepResult {
   bool within_budget;              // false: more survivors than the budget; they were not scored
 };
 
+// What one state becomes: for every plane the quantised state and the parameters of the bound.
+struct Prepared {
+  std::vector<std::vector<int8_t>> hi, lo;
+  std::vector<PlaneState> planes;
+  double energy;
+  bool vanishing;  // too small for the error analysis
+  bool finite;     // false: a parameter overflowed
+};
+
 class Cascade {
  public:
   explicit Cascade(CascadeSpec spec) : spec_(std::move(spec)) {}
+
+  const CascadeSpec& spec() const { return spec_; }
+  std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
   // `budget` survivors scored at the end.
@@ -68,13 +80,11 @@ class Cascade {
                                int64_t spare, int64_t budget);
 
  private:
-  struct Prepared;
   struct Race;
   struct Scratch {
     std::vector<float> centre, upper;
   };
 
-  std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
   void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
   void descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper, int64_t first,
@@ -93,6 +103,10 @@ void sort_if_clear(StepResult* step, int64_t k);
 // The `count` largest of values[first, last), larger first, then the smaller index; NaN never. Appends to `out`.
 void top_values(const Kernels& kernels, const float* values, int64_t first, int64_t last, int64_t count,
                 std::vector<int64_t>* out);
+
+// Scores of rows `ids` with h (width), bias included: |value - score| <= error.
+void score_rows(const CascadeSpec& spec, const Kernels& kernels, int threads, const double* h, const int64_t* ids,
+                int64_t n, double* value, double* error);
 
 // The largest float32 strictly below x.
 float below_float32(double x);

@@ -8,6 +8,7 @@
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
+#include "noise.inl"
 
 constexpr int kPrefetchBytes = 8192;  // fetched in the order of memory, see isa_avx512.cpp
 
@@ -272,7 +273,7 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 
 }  // namespace
 
-const Kernels avx2_kernels = {screen, refine, score, next_above, select};
+const Kernels avx2_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper};
 
 }  // namespace csv_decode
 #endif

@@ -8,6 +8,7 @@
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
+#include "noise.inl"
 
 // Codes are fetched in the order of memory, one line for each line used, not in the order of use: a cold scan takes half
 // the time, since the order of use jumps between the parts of a segment and between blocks.
@@ -412,7 +413,7 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 
 }  // namespace
 
-const Kernels avx512_kernels = {screen, refine, score, next_above, select};
+const Kernels avx512_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper};
 
 }  // namespace csv_decode
 #endif

@@ -7,6 +7,7 @@
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
+#include "noise.inl"
 
 // 256 hi + lo of every slot: 16-bit states meet 8-bit codes in loops that compilers turn into multiply-add of pairs.
 struct Whole {
@@ -121,6 +122,6 @@ void score(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, co
 
 }  // namespace
 
-const Kernels generic_kernels = {screen, refine, score, scalar_next_above, scalar_select};
+const Kernels generic_kernels = {screen, refine, score, scalar_next_above, scalar_select, noise_upper, add_upper, mass_upper};
 
 }  // namespace csv_decode

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cascade.hpp"
+#include "ledger.hpp"
 #include "plane.hpp"
 #include "pool.hpp"
 
@@ -360,6 +361,9 @@ class BoundCascade {
     return out;
   }
 
+  const Cascade& cascade() const { return *cascade_; }
+  int64_t n_rows() const { return cascade_->spec().planes[0].plane.rows; }
+
  private:
   AnyRows rows_;
   std::optional<In<float, 1>> bias_;
@@ -368,6 +372,135 @@ class BoundCascade {
   std::vector<nb::object> held_;
   std::unique_ptr<Cascade> cascade_;
 };
+
+NoiseKey noise_key(uint64_t seed, uint32_t stream, uint32_t position) {
+  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}, position, stream};
+}
+
+// See ledger.hpp. One caller at a time.
+class BoundLedger {
+ public:
+  BoundLedger(const BoundCascade& cascade, const std::string& isa, int threads, In<double, 2> h)
+      : n_rows_(cascade.n_rows()), n_states_(static_cast<int64_t>(h.shape(0))) {
+    const Kernels* kernels = find(isa);
+    expect(static_cast<int64_t>(h.shape(1)) == cascade.cascade().spec().rows.width, "rows and states differ in width");
+    nb::gil_scoped_release release;
+    ledger_ = std::make_unique<Ledger>(cascade.cascade(), *kernels, threads, h.data(), static_cast<int>(n_states_));
+  }
+
+  bool usable(int64_t b) const { return ledger_->usable(state(b)); }
+  bool vanishing(int64_t b) const { return ledger_->vanishing(state(b)); }
+  double energy(int64_t b) const { return ledger_->energy(state(b)); }
+  int64_t rows_at(int64_t b, int64_t plane) const {
+    expect(plane >= 0 && plane < 4, "no such plane");
+    return ledger_->rows_at(state(b), static_cast<int>(plane));
+  }
+
+  void race(int64_t b, uint64_t seed, uint32_t stream, uint32_t position, double temperature) {
+    const int at = live(b);
+    expect(temperature > 0 && temperature < 1e32, "temperature out of range");
+    nb::gil_scoped_release release;
+    ledger_->race(at, noise_key(seed, stream, position), temperature);
+  }
+
+  void allow(int64_t b, In<uint32_t, 1> words) {
+    const int at = live(b);
+    expect(static_cast<int64_t>(words.shape(0)) * 32 >= n_rows_, "fewer bits than rows");
+    nb::gil_scoped_release release;
+    ledger_->allow(at, words.data());
+  }
+
+  Ids leaders(int64_t b, int64_t count, bool plain) const {
+    const int at = live(b);
+    std::vector<int64_t> found;
+    {
+      nb::gil_scoped_release release;
+      found = ledger_->leaders(at, count, plain);
+    }
+    return to_numpy(std::move(found));
+  }
+
+  nb::tuple score(int64_t b, In<int64_t, 1> ids) {
+    const int at = state(b);
+    for (size_t i = 0; i < ids.shape(0); ++i)
+      if (ids(i) < 0 || ids(i) >= n_rows_) throw std::out_of_range("row outside the weights");
+    std::vector<double> value(ids.shape(0)), error(ids.shape(0));
+    {
+      nb::gil_scoped_release release;
+      ledger_->score(at, ids.data(), static_cast<int64_t>(ids.shape(0)), value.data(), error.data());
+    }
+    return nb::make_tuple(to_numpy(std::move(value)), to_numpy(std::move(error)));
+  }
+
+  nb::list open(In<double, 1> bars, In<double, 1> exact, bool plain) {
+    expect(static_cast<int64_t>(bars.shape(0)) == n_states_ && static_cast<int64_t>(exact.shape(0)) == n_states_, "one bar a state");
+    std::vector<std::vector<int64_t>> rows;
+    {
+      nb::gil_scoped_release release;
+      rows = ledger_->open(bars.data(), exact.data(), plain);
+    }
+    nb::list out;
+    for (auto& ids : rows) out.append(to_numpy(std::move(ids)));
+    return out;
+  }
+
+  double highest(int64_t b) const {
+    const int at = live(b);
+    nb::gil_scoped_release release;
+    return ledger_->highest(at);
+  }
+
+  Values mass(int64_t b, float from, float rate, bool likely) const {
+    const int at = live(b);
+    std::vector<double> bins(kMassBins);
+    {
+      nb::gil_scoped_release release;
+      ledger_->mass(at, from, rate, likely, bins.data());
+    }
+    return to_numpy(std::move(bins));
+  }
+
+ private:
+  int state(int64_t b) const {
+    expect(b >= 0 && b < n_states_, "no such state");
+    return static_cast<int>(b);
+  }
+  int live(int64_t b) const {
+    const int at = state(b);
+    expect(ledger_->usable(at), "nothing is known of this state");
+    return at;
+  }
+
+  int64_t n_rows_, n_states_;
+  std::unique_ptr<Ledger> ledger_;
+};
+
+Values gumbel_of(uint64_t seed, uint32_t stream, uint32_t position, In<int64_t, 1> ids) {
+  const NoiseKey key = noise_key(seed, stream, position);
+  std::vector<double> noise;
+  for (size_t i = 0; i < ids.shape(0); ++i) {
+    if (ids(i) < 0 || ids(i) >= int64_t{1} << 33) throw std::out_of_range("token id outside 0 .. 2^33 - 1");
+    noise.push_back(gumbel(key, ids(i)));
+  }
+  return to_numpy(std::move(noise));
+}
+
+// For tests of the bounds themselves.
+void noise_bound(const std::string& isa, uint64_t seed, uint32_t stream, uint32_t position, float temperature,
+                 Out<float, 1> extra) {
+  find(isa)->noise(noise_key(seed, stream, position), temperature, 0, static_cast<int64_t>(extra.shape(0)), extra.data());
+}
+
+void add_bound(const std::string& isa, In<float, 1> upper, In<float, 1> extra, Out<float, 1> out) {
+  expect(upper.shape(0) == extra.shape(0) && upper.shape(0) == out.shape(0), "one entry a row");
+  find(isa)->add(upper.data(), extra.data(), static_cast<int64_t>(out.shape(0)), out.data());
+}
+
+Values mass_bound(const std::string& isa, In<float, 1> upper, float from, float rate) {
+  std::vector<double> bins(kMassBins);
+  find(isa)->mass(upper.data(), static_cast<int64_t>(upper.shape(0)), from, rate, bins.data());
+  return to_numpy(std::move(bins));
+}
 
 }  // namespace
 }  // namespace csv_decode
@@ -386,6 +519,24 @@ NB_MODULE(_native, m) {
            "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
            "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
+  nb::class_<BoundLedger>(m, "Ledger")
+      .def(nb::init<const BoundCascade&, const std::string&, int, In<double, 2>>(), "cascade"_a, "isa"_a, "threads"_a,
+           "h"_a, nb::keep_alive<1, 2>())
+      .def("usable", &BoundLedger::usable, "state"_a)
+      .def("vanishing", &BoundLedger::vanishing, "state"_a)
+      .def("energy", &BoundLedger::energy, "state"_a)
+      .def("rows_at", &BoundLedger::rows_at, "state"_a, "plane"_a)
+      .def("race", &BoundLedger::race, "state"_a, "seed"_a, "stream"_a, "position"_a, "temperature"_a)
+      .def("allow", &BoundLedger::allow, "state"_a, "words"_a)
+      .def("leaders", &BoundLedger::leaders, "state"_a, "count"_a, "plain"_a)
+      .def("score", &BoundLedger::score, "state"_a, "ids"_a)
+      .def("open", &BoundLedger::open, "bars"_a, "exact"_a, "plain"_a)
+      .def("highest", &BoundLedger::highest, "state"_a)
+      .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a);
+  m.def("gumbel", &gumbel_of, "seed"_a, "stream"_a, "position"_a, "ids"_a);
+  m.def("noise_bound", &noise_bound, "isa"_a, "seed"_a, "stream"_a, "position"_a, "temperature"_a, "extra"_a);
+  m.def("add_bound", &add_bound, "isa"_a, "upper"_a, "extra"_a, "out"_a);
+  m.def("mass_bound", &mass_bound, "isa"_a, "upper"_a, "from_"_a, "rate"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);
   m.def("refine", &refine, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,

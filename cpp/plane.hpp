@@ -56,6 +56,14 @@ struct Rows {
   int64_t width;
 };
 
+// What the noise of one state's race depends on; see noise.inl.
+struct NoiseKey {
+  uint32_t seed[2];
+  uint32_t position, stream;
+};
+
+constexpr int kMassBins = 128;
+
 // One table for each instruction set; every entry gives the same bits in all of them.
 struct Kernels {
   // Plane 0, blocks [first, last): centre and upper of n_states states, state b at b * stride. Blocks whose `open`
@@ -74,6 +82,10 @@ struct Kernels {
   // Writes the indices in [first, last) with !(values[i] <= bar) to `ids`, returns how many there are, and raises
   // *dropped to the largest of the other values.
   int64_t (*select)(const float* values, int64_t first, int64_t last, float bar, int64_t* ids, float* dropped);
+  // See noise.inl.
+  void (*noise)(const NoiseKey&, float temperature, int64_t first, int64_t n, float* extra);
+  void (*add)(const float* upper, const float* extra, int64_t n, float* out);
+  void (*mass)(const float* upper, int64_t n, float from, float rate, double* bins);
 };
 
 extern const Kernels generic_kernels;

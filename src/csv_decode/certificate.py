@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Certificate", "Certificates", "Statistics", "TopK"]
+__all__ = [
+    "Certificate",
+    "Certificates",
+    "Draw",
+    "LogPartition",
+    "LogProbs",
+    "Softmax",
+    "Statistics",
+    "TopK",
+]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -34,6 +43,7 @@ class Certificate:
     bytes_read: int
     bytes_dense: int
     fallback: str | None
+    tv_bound: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +54,7 @@ class Certificates:
     survivors (B, stages): rows that reached each stage after the first. bytes_read (B,): what the step asked memory
     for (codes, radii, transform, exact rows in their stored type; what a batch reads once is shared out evenly).
     bytes_dense: the head in bfloat16. fallback: reason for the dense product, or None. energy (B,): ||M h||^2 over its
-    mean in calibration, NaN where no shadow bound ran.
+    mean in calibration, NaN where no shadow bound ran. tv_bound (B,): of a softmax, else None.
     """
 
     kind: str
@@ -59,6 +69,7 @@ class Certificates:
     energy: F64
     guarantee: str = "deterministic"
     failure_probability: float = 0.0
+    tv_bound: F64 | None = None
 
     @property
     def margin(self) -> F64:
@@ -81,6 +92,7 @@ class Certificates:
             bytes_read=int(self.bytes_read[b]),
             bytes_dense=self.bytes_dense,
             fallback=self.fallback[b],
+            tv_bound=0.0 if self.tv_bound is None else float(self.tv_bound[b]),
         )
 
 
@@ -97,6 +109,73 @@ class TopK:
     logits: F64 | list[F64]
     k: int
     logit_error: F64
+    certificates: Certificates
+    allowed: list[NDArray[np.uint32] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One exact sample for each of B states, and all that it takes to draw it again.
+
+    ids (B,) int64 and their logits (B,) float64, scale applied, temperature not. The parameters are columns (B,); the
+    noise of state b is that of (seed[b], stream[b], position[b]). allowed: see `CertifiedHead.sample`.
+
+    Certificate of a state: rows that were not scored have a key, score + temperature / scale * noise, of at most
+    `max_unopened`, and the id drawn has one of at least `threshold`. With top_k, the keys are scores, and `threshold` is
+    a lower bound of the k-th.
+    """
+
+    ids: I64
+    logits: F64
+    temperature: F64
+    top_k: I64
+    top_p: F64
+    min_p: F64
+    seed: NDArray[np.uint64]
+    stream: I64
+    position: I64
+    certificates: Certificates
+    allowed: list[NDArray[np.uint32] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """Softmax of B states on the rows that were scored: ids and probabilities are lists of B arrays, largest first.
+
+    The probabilities add up to 1. tv_bound (B,) bounds the total variation distance from the softmax over all rows:
+    half the sum of the absolute differences, which is the mass that the rows not scored have in it.
+    """
+
+    ids: list[I64]
+    probabilities: list[F64]
+    temperature: F64
+    tv_bound: F64
+    certificates: Certificates
+    allowed: list[NDArray[np.uint32] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LogPartition:
+    """``log sum_i exp(logit_i / temperature)`` of B states: it lies in [low, high], (B,) each."""
+
+    low: F64
+    high: F64
+    temperature: F64
+    certificates: Certificates
+    allowed: list[NDArray[np.uint32] | None] | None = None
+
+    @property
+    def width(self) -> F64:
+        return self.high - self.low
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs:
+    """Log-probabilities of chosen ids (B, n): each lies in [low, high], (B, n) each."""
+
+    ids: I64
+    low: F64
+    high: F64
     certificates: Certificates
 
 

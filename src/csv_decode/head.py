@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import secrets
 import threading
 import time
 import warnings
@@ -16,11 +18,13 @@ from numpy.typing import NDArray
 
 from .bounds.planes import INTERLEAVE, PlaneStates
 from .bounds.rounding import INFLATE, RELATIVE, SMALLEST_STATE, below_float32, score_error
-from .certificate import Certificates, Statistics, TopK
+from . import modes
+from .certificate import Certificates, Draw, LogPartition, LogProbs, Softmax, Statistics, TopK
 from .exact import rank
 from .index import Index
-from .kernels import get_kernels, require_ieee
-from .spec import Array, HeadSpec, as_states, positive, require_usable, whole
+from .kernels import Cascade, get_kernels, require_ieee
+from .scan import Scan, allowed_bits
+from .spec import Array, HeadSpec, as_states, column, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -81,6 +85,20 @@ class _Step:
 def _spare_leaders(k: int) -> int:
     """Rows scored beside the k best-looking ones of plane 0, whose order is rough."""
     return max(8, k)
+
+
+def _ids_of(ids: Array, n_states: int, n_rows: int) -> I64:
+    array = np.asarray(ids)
+    if array.ndim == 1 and len(array) == n_states:
+        array = array[:, None]
+    if array.ndim != 2 or len(array) != n_states or array.shape[1] == 0 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"ids have shape {array.shape} and dtype {array.dtype}, expected whole numbers ({n_states},) or "
+            f"({n_states}, n)"
+        )
+    if array.min() < 0 or array.max() >= n_rows:
+        raise ValueError(f"ids go from {array.min()} to {array.max()}, expected 0 to {n_rows - 1}")
+    return array.astype(np.int64)
 
 
 class CertifiedHead:
@@ -149,14 +167,15 @@ class CertifiedHead:
         self._drift_told = False
         _heads.add(self)
         self._planes: list[Any] = []
-        self._cascade = None
+        self._small = self.spec.n_rows * self.spec.width < SMALL_HEAD
+        self._cascade: Cascade | None = None
         if index is not None and index.shadow is not None:
             rows, bias = self.spec.valid_rows_only(), self.spec.bias32
             if bias is not None:
                 bias = bias[: self.spec.n_rows]
             if index.centroid is None:
                 self._cascade = self.kernels.cascade(index.shadow, rows, bias, self._sigma)
-            if self._cascade is None:
+            if self._cascade is None or self.kernels.name == "reference":
                 if bias is not None and index.row_ids is not None:
                     bias = np.ascontiguousarray(bias[index.row_ids])
                 self._planes = [self.kernels.bind(plane, index.shadow.rho, bias) for plane in index.shadow.planes]
@@ -179,7 +198,7 @@ class CertifiedHead:
             self.failure_probability or 1e-9,
         )
 
-    def top_k(self, hidden: Array, k: int = 1, ties: bool = False) -> TopK:
+    def top_k(self, hidden: Array, k: int = 1, ties: bool = False, allowed: Array | None = None) -> TopK:
         """The k largest logits of each state, exactly: larger logit first, then the smaller token id.
 
         Args:
@@ -187,6 +206,9 @@ class CertifiedHead:
                 value of ``<w_i, h> + b_i`` for these numbers and the stored weights.
             k: 1 to the number of valid rows.
             ties: also return every id whose logit equals the k-th exactly (then ids and logits are lists).
+            allowed: the ids that may be returned: booleans (V,) or (B, V), or a bitmask of int32 words (V / 32,) or
+                (B, V / 32), as grammar libraries use it. A state with fewer than k of them gets those, followed by ids
+                of -1 with logits of -infinity (left out with `ties`).
 
         Raises ValueError for k out of range, another width, an empty batch, NaN or infinity, and RuntimeError where the
         thread flushes subnormal numbers to zero or does not round to nearest: no certificate holds there.
@@ -194,11 +216,15 @@ class CertifiedHead:
         require_ieee()
         started = time.perf_counter()
         k = whole("k", k, 1, self.spec.n_rows)
-        native = self._cascade if self.spec.n_rows * self.spec.width >= SMALL_HEAD else None
+        if allowed is not None:
+            top = self._allowed_top_k(self._scan_of(hidden, allowed), k, ties)
+            self._note(top.certificates, time.perf_counter() - started)
+            return top
+        native = self._cascade if not self._small and self.kernels.name != "reference" else None
         h = as_states(hidden, self.spec.width, check=native is None)
         found = None
         if native is not None:
-            found = native(h, k, _spare_leaders(k), self.budget)
+            found = native.top_k(h, k, _spare_leaders(k), self.budget)
             if found is None:
                 require_usable(h)
         if isinstance(found, tuple):
@@ -248,6 +274,207 @@ class CertifiedHead:
             return TopK(ids, logits, k, errors, certificates)
         return TopK(np.stack(ids), np.stack(logits), k, errors, certificates)
 
+    def _scan_of(self, hidden: Array, allowed: Array | None) -> Scan:
+        """A scan of the states, for every mode but plain top-k."""
+        require_ieee()
+        h = as_states(hidden, self.spec.width)
+        ledger, why = None, None
+        if self._small:
+            why = "small head"
+        elif self._cascade is not None:
+            ledger = self._cascade.ledger
+        elif self.index is not None:
+            why = "centroid bound"
+        bits = allowed_bits(allowed, len(h), self.spec.n_rows)
+        return Scan(self.spec, self.kernels, ledger, h, self.budget, bits, why)
+
+    def _allowed_top_k(self, scan: Scan, k: int, ties: bool) -> TopK:
+        n = len(scan)
+        bars = modes.top(scan, range(n), np.full(n, k))
+        ids = np.full((n, k), -1, np.int64)
+        logits = np.full((n, k), -np.inf)
+        errors, ragged = np.zeros(n), []
+        for b in range(n):
+            found, value, error = scan.scored(b)
+            order = rank(
+                found, value, error, min(k, len(found)), scan.h[b], self.spec.rows.float32, self.spec.bias32
+            )
+            ragged.append((found[order], self.spec.finish(value[order])))
+            errors[b] = error[order].max()
+            order = order[:k]
+            ids[b, : len(order)], logits[b, : len(order)] = found[order], self.spec.finish(value[order])
+        left = np.array([scan.unopened(b) for b in range(n)])
+        certificates = scan.certificates("top_k", bars, left, (bars > left) | (left == -np.inf), self)
+        if ties:
+            return TopK([r[0] for r in ragged], [r[1] for r in ragged], k, errors, certificates, scan.allowed)
+        return TopK(ids, logits, k, errors, certificates, scan.allowed)
+
+    def sample(
+        self,
+        hidden: Array,
+        temperature: Any = 1.0,
+        top_k: Any = 0,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+        seed: Any = None,
+        position: Any = 0,
+        stream: Any = 0,
+        allowed: Array | None = None,
+    ) -> Draw:
+        """One draw for each state from the softmax over the whole vocabulary, exactly.
+
+        The token is ``argmax_i (logit_i + T g_i)`` in exact arithmetic, with Gumbel noise g_i that is a fixed function of
+        (seed, stream, position, token id): see `csv_decode.noise`. The same numbers draw the same token on every
+        machine, whatever the batch, the index or the kernels.
+
+        Args:
+            hidden: (B, d) or (d,), as for `top_k`.
+            temperature: T, positive. For argmax itself there is `top_k`.
+            top_k: keep the k largest logits and those equal to the k-th; 0: all. top_p: of these, keep each id
+                unless those before it (larger logit, then smaller id) already have this share of the mass; 1: all.
+                min_p: of these, keep those with at least this share of the largest probability; 0: all. In this order,
+                which is that of transformers; the draw is from the softmax over what is left.
+            seed: 0 to 2^64 - 1; None: a fresh one from the operating system, returned with the draw.
+            position: of the token in its text, 0 to 2^32 - 1. Never draw twice at one position of one stream: the noise
+                would be the same.
+            stream: 0 to 2^32 - 1, for independent draws at one position. A number s gives state b stream s + b.
+            allowed: as for `top_k`.
+
+        All parameters but `hidden` and `allowed` are numbers for the batch, or arrays (B,).
+        Raises ValueError as `top_k` does and for parameters out of range.
+        """
+        started = time.perf_counter()
+        if self.spec.softcap is not None:
+            raise ValueError("sample does not know a soft cap: draw from top_k, whose logits have it")
+        scan = self._scan_of(hidden, allowed)
+        n = len(scan)
+        low = np.finfo(np.float32).smallest_normal
+        t = column("temperature", temperature, n, np.float64, float(low), 1e30)
+        ks = column("top_k", top_k, n, np.int64, 0, 2**62)
+        tops = column("top_p", top_p, n, np.float64, 1e-12, 1.0)
+        mins = column("min_p", min_p, n, np.float64, 0.0, 1.0)
+        if seed is None:
+            seed = secrets.randbits(64)
+        seeds = column("seed", seed, n, np.uint64, 0, 2**64 - 1)
+        positions = column("position", position, n, np.int64, 0, 2**32 - 1)
+        streams = column("stream", stream, n, np.int64, 0, 2**32 - 1)
+        if np.ndim(stream) == 0:
+            streams = streams + np.arange(n)
+            if streams[-1] >= 2**32:
+                raise ValueError(f"stream is {stream!r}, and state b takes stream + b, which must stay below 2^32")
+        noise = [
+            modes.Noise(float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]))
+            for b in range(n)
+        ]
+        at, threshold, left = modes.draw(scan, noise, ks, tops, mins, modes.min_p_logs(mins))
+        ids = np.array([scan.scored(b)[0][at[b]] for b in range(n)])
+        value = np.array([scan.scored(b)[1][at[b]] for b in range(n)])
+        certificates = scan.certificates("sample", threshold, left, (threshold > left) | (left == -np.inf), self)
+        self._note(certificates, time.perf_counter() - started)
+        return Draw(
+            ids, self.spec.finish(value), t, ks, tops, mins, seeds, streams, positions, certificates, scan.allowed
+        )
+
+    def _partition(self, scan: Scan, kind: str, t: F64, goal: F64) -> tuple[list[modes.Mass], Certificates]:
+        masses = modes.partition(scan, t, goal)
+        n = len(scan)
+        left = np.array([scan.unopened(b) for b in range(n)])
+        threshold = np.array([float((mass.value - mass.spread).max()) for mass in masses])
+        reached = np.array([mass.rest <= goal[b] * mass.low for b, mass in enumerate(masses)])
+        return masses, scan.certificates(kind, threshold, left, reached, self)
+
+    def softmax(
+        self, hidden: Array, epsilon: Any = 0.05, temperature: Any = 1.0, allowed: Array | None = None
+    ) -> Softmax:
+        """The softmax, from as few rows as prove it to be within `epsilon` of the true one in total variation.
+
+        With the scored rows S and M at least the sum of exp(logit / T) over all others, the distance is at most
+        M / (Z_S + M): see `certificate.Softmax`. epsilon: in (0, 1), a number or (B,).
+        """
+        started = time.perf_counter()
+        self._no_softcap("softmax")
+        scan = self._scan_of(hidden, allowed)
+        n = len(scan)
+        t = column("temperature", temperature, n, np.float64, 1e-4, 1e4)
+        eps = column("epsilon", epsilon, n, np.float64, 1e-9, 1.0)
+        masses, certificates = self._partition(scan, "softmax", t, eps / (1 - np.minimum(eps, 1 - 1e-9)))
+        ids, probabilities, bound = [], [], np.zeros(n)
+        for b, mass in enumerate(masses):
+            order = np.lexsort((mass.ids, -mass.value))
+            weights = mass.weights[order]
+            ids.append(mass.ids[order])
+            probabilities.append(weights / weights.sum())
+            # the weights' own rounding moves the distribution too
+            bound[b] = min(1.0, mass.rest / (mass.low + mass.rest) * (1 + 2.0**-40) + 2 * mass.error)
+        certificates = dataclasses.replace(
+            certificates, tv_bound=bound, certified=certificates.certified & (bound <= eps)
+        )
+        self._note(certificates, time.perf_counter() - started)
+        return Softmax(ids, probabilities, t, bound, certificates, scan.allowed)
+
+    def log_partition(
+        self, hidden: Array, width: Any = 1e-3, temperature: Any = 1.0, allowed: Array | None = None
+    ) -> LogPartition:
+        """``log sum_i exp(logit_i / T)``: an interval that contains it, at most `width` wide.
+
+        width: at least 1e-9, a number or (B,).
+        """
+        started = time.perf_counter()
+        self._no_softcap("log_partition")
+        scan = self._scan_of(hidden, allowed)
+        n = len(scan)
+        t = column("temperature", temperature, n, np.float64, 1e-4, 1e4)
+        widths = column("width", width, n, np.float64, 1e-9, 100.0)
+        masses, certificates = self._partition(scan, "log_partition", t, np.expm1(widths * 0.99))
+        low, high = np.array([modes.log_interval(mass) for mass in masses]).T
+        certificates = dataclasses.replace(certificates, certified=certificates.certified & (high - low <= widths))
+        self._note(certificates, time.perf_counter() - started)
+        return LogPartition(low, high, t, certificates, scan.allowed)
+
+    def log_probs(self, hidden: Array, ids: Array, width: Any = 1e-3) -> LogProbs:
+        """Log-probabilities of chosen ids, (B,) or (B, n): intervals at most `width` wide that contain them.
+
+        `top_log_probs` takes the ids of the largest. The mean over a text, with its sign turned, is the log of its
+        perplexity: see `csv_decode.perplexity`.
+        """
+        started = time.perf_counter()
+        self._no_softcap("log_probs")
+        scan = self._scan_of(hidden, None)
+        return self._log_probs(scan, _ids_of(ids, len(scan), self.spec.n_rows), width, started)
+
+    def top_log_probs(self, hidden: Array, k: int = 1, width: Any = 1e-3) -> LogProbs:
+        """The k largest log-probabilities, in the exact order of `top_k`: for beams, which want 2k, and for servers."""
+        started = time.perf_counter()
+        self._no_softcap("top_log_probs")
+        k = whole("k", k, 1, self.spec.n_rows)
+        scan = self._scan_of(hidden, None)
+        top = self._allowed_top_k(scan, k, ties=False)
+        return self._log_probs(scan, np.asarray(top.ids), width, started)
+
+    def _log_probs(self, scan: Scan, ids: I64, width: Any, started: float) -> LogProbs:
+        n = len(scan)
+        widths = column("width", width, n, np.float64, 1e-9, 100.0)
+        for b in range(n):
+            scan.score(b, np.unique(ids[b]))
+        masses, certificates = self._partition(scan, "log_probs", np.ones(n), np.expm1(widths * 0.99))
+        low, high = np.empty(ids.shape), np.empty(ids.shape)
+        for b, mass in enumerate(masses):
+            z = modes.log_interval(mass)
+            order = np.argsort(mass.ids, kind="stable")
+            at = order[np.searchsorted(mass.ids, ids[b], sorter=order)]
+            logit = mass.value[at] * self.spec.scale
+            error = (mass.spread[at] + 2.0**-50 * np.abs(mass.value[at])) * self.spec.scale * (1 + 2.0**-50)
+            slack = error + 2.0**-50 * (np.abs(logit) + abs(z[0]) + abs(z[1]))
+            low[b], high[b] = logit - z[1] - slack, logit - z[0] + slack
+        certified = certificates.certified & ((high - low).max(axis=1) <= widths)
+        certificates = dataclasses.replace(certificates, certified=certified)
+        self._note(certificates, time.perf_counter() - started)
+        return LogProbs(ids, low, high, certificates)
+
+    def _no_softcap(self, mode: str) -> None:
+        if self.spec.softcap is not None:
+            raise ValueError(f"{mode} does not know a soft cap")
+
     def _note(self, certificates: Certificates, seconds: float) -> None:
         """Adds a call to the statistics, and tells once when calibration does not fit."""
         with self._lock:
@@ -273,7 +500,7 @@ class CertifiedHead:
             self._dense([step for step in steps if step.fallback], None)
             return steps
         index = self.index
-        if index is None or self.spec.n_rows * self.spec.width < SMALL_HEAD:
+        if index is None or self._small:
             self._dense(steps, "no index" if index is None else "small head")
             return steps
         live = []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "HeadSpec", "Rows", "as_states", "positive", "require_usable", "whole"]
+__all__ = ["Array", "HeadSpec", "Rows", "as_states", "column", "positive", "require_usable", "whole"]
 
 Array = Any  # a numpy array or a torch tensor
 F64 = NDArray[np.float64]
@@ -68,6 +68,26 @@ def positive(name: str, value: Any, high: float = float("inf")) -> float:
         limit = "" if high == float("inf") else f" at most {high:g}"
         raise ValueError(f"{name} is {value!r}, expected a positive finite number{limit}") from None
     return number
+
+
+def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -> NDArray[Any]:
+    """A number for each of n states, from one number or (n,), from low to high; or a ValueError that names it."""
+    expected = f"{'whole numbers' if np.dtype(dtype).kind in 'iu' else 'numbers'} from {low:g} to {high:g}"
+    whole_wanted = np.dtype(dtype).kind in "iu"
+    try:
+        given = _to_numpy(value)[0]
+        if given.dtype == object and given.ndim == 0 and isinstance(value, int):
+            given = np.asarray(value, np.uint64)  # beyond int64
+        if given.dtype.kind not in ("iu" if whole_wanted else "iuf") or given.ndim > 1:
+            raise TypeError
+        inside = np.asarray([low <= x <= high for x in given.reshape(-1).tolist()])
+        if given.ndim == 1 and len(given) != n or not inside.all():
+            raise TypeError
+    except (TypeError, ValueError, OverflowError):
+        shown = repr(value)
+        shown = shown if len(shown) < 80 else f"{type(value).__name__} of shape {np.shape(value)}"
+        raise ValueError(f"{name} is {shown}, expected {expected}: one, or an array ({n},)") from None
+    return np.ascontiguousarray(np.broadcast_to(given.astype(dtype), (n,)))
 
 
 @dataclass(frozen=True, eq=False)

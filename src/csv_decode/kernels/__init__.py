@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,11 +19,21 @@ from .reference import ReferenceKernels
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
 
-__all__ = ["Kernels", "default_threads", "get_kernels", "ieee", "require_ieee", "simd_info", "thread_count"]
+__all__ = ["Cascade", "Kernels", "default_threads", "get_kernels", "ieee", "require_ieee", "simd_info", "thread_count"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+
+
+class Cascade(Protocol):
+    """A shadow bound and the weights it is about."""
+
+    def top_k(self, h: F64, k: int, spare: int, budget: int) -> Any:
+        """All of `CertifiedHead._descend` in one call, see cpp/module.cpp; the reference has none."""
+
+    def ledger(self, h: F64) -> Any:
+        """A ledger of states h (B, d), see cpp/ledger.hpp."""
 
 
 class Kernels(Protocol):
@@ -42,8 +51,8 @@ class Kernels(Protocol):
         rows: Rows,
         bias: F32 | None,
         sigma: float = 0.0,
-    ) -> Callable[[F64, int, int, int], Any] | None:
-        """All of `CertifiedHead._descend` in one call, or None: scan(h, k, spare, budget), see cpp/module.cpp."""
+    ) -> Cascade:
+        """The shadow bound bound to a head's weights."""
 
     def screen(self, plane: Any, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         """Plane 0 for every row: centre and upper, (B, V). Blocks of 16 rows that are not open get -inf."""

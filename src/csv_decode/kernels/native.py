@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +29,19 @@ def supported() -> list[str]:
     return list(_native.supported())
 
 
+class NativeCascade:
+    """See `csv_decode.kernels.Cascade`."""
+
+    def __init__(self, cascade: Any, isa: str, threads: int) -> None:
+        self._cascade, self._isa, self._threads = cascade, isa, threads
+
+    def top_k(self, h: NDArray[np.float64], k: int, spare: int, budget: int) -> Any:
+        return self._cascade.scan(self._isa, self._threads, h, k, spare, budget)
+
+    def ledger(self, h: NDArray[np.float64]) -> Any:
+        return _native.Ledger(self._cascade, self._isa, self._threads, h)
+
+
 class NativeKernels:
     """See `csv_decode.kernels.Kernels`. The GIL is released, and at most `threads` threads work; none spins."""
 
@@ -49,7 +61,7 @@ class NativeKernels:
         rows: Rows,
         bias: NDArray[np.float32] | None,
         sigma: float = 0.0,
-    ) -> Callable[[NDArray[np.float64], int, int, int], Any]:
+    ) -> NativeCascade:
         planes = []
         for plane in bound.planes:
             dim, step, cmax = plane.slots
@@ -71,7 +83,7 @@ class NativeKernels:
             typical,
             sigma,
         )
-        return lambda h, k, spare, budget: cascade.scan(self.name, self.threads, h, k, spare, budget)
+        return NativeCascade(cascade, self.name, self.threads)
 
     def screen(
         self, plane: tuple[Any, int], states: PlaneStates, open_blocks: NDArray[np.uint8] | None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..bounds.planes import INTERLEAVE, Plane, PlaneStates
+from ..bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_error
+from ..noise import gumbel
 from ..spec import Rows
+
+if TYPE_CHECKING:
+    from ..bounds.shadow import ShadowBound
 
 __all__ = ["ReferenceKernels"]
 
@@ -52,8 +57,8 @@ class ReferenceKernels:
         wide = (rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
         return _Bound(plane, wide, None if bias is None else bias.astype(np.float64))
 
-    def cascade(self, *_: Any) -> None:
-        """None: the head walks the planes itself, and is the oracle for cascades that do it in one call."""
+    def cascade(self, bound: ShadowBound, rows: Rows, bias: F32 | None, sigma: float = 0.0) -> ReferenceCascade:
+        return ReferenceCascade(self, bound, rows, bias, sigma)
 
     def _bounds(
         self, bound: _Bound, words: NDArray[np.uint32], rho: F64, states: PlaneStates, b: int, start: F64
@@ -108,3 +113,106 @@ class ReferenceKernels:
     def select(self, values: F32, bar: float) -> tuple[I64, float]:
         keep = ~(values <= np.float32(bar))
         return np.nonzero(keep)[0].astype(np.int64), float(np.max(values[~keep], initial=-np.inf))
+
+
+class ReferenceCascade:
+    """See `csv_decode.kernels.Cascade`."""
+
+    def __init__(self, kernels: ReferenceKernels, bound: ShadowBound, rows: Rows, bias: F32 | None, sigma: float):
+        self.kernels, self.bound, self.rows, self.bias, self.sigma = kernels, bound, rows, bias, sigma
+        self.planes = [kernels.bind(plane, bound.rho, bias) for plane in bound.planes]
+
+    def top_k(self, *_: Any) -> Any:
+        raise NotImplementedError  # the head walks the planes itself
+
+    def ledger(self, h: F64) -> ReferenceLedger:
+        return ReferenceLedger(self, h)
+
+
+class ReferenceLedger:
+    """cpp/ledger.hpp in numpy. Keys are float64 sums with noise that is exact, so they are a little tighter."""
+
+    def __init__(self, cascade: ReferenceCascade, h: F64) -> None:
+        self._cascade, self._h = cascade, h
+        self._states, self._energy = cascade.bound.prepare(cascade.kernels, h, cascade.sigma)
+        self._vanishing = np.abs(h).max(axis=1) < SMALLEST_STATE
+        self._finite = np.all([np.isfinite(states.params).all(axis=1) for states in self._states], axis=0)
+        self._centre, self._upper = cascade.kernels.screen(cascade.planes[0], self._states[0], None)
+        self._level = np.zeros(self._centre.shape, np.int64)
+        self._extra = np.zeros(self._centre.shape)
+        self._rows_at = np.zeros((len(h), len(cascade.planes)), np.int64)
+
+    def usable(self, b: int) -> bool:
+        return bool(self._finite[b] and not self._vanishing[b])
+
+    def vanishing(self, b: int) -> bool:
+        return bool(self._vanishing[b])
+
+    def energy(self, b: int) -> float:
+        return float(self._energy[b])
+
+    def rows_at(self, b: int, plane: int) -> int:
+        return int(self._rows_at[b, plane])
+
+    def race(self, b: int, seed: int, stream: int, position: int, temperature: float) -> None:
+        self._extra[b] = temperature * gumbel(seed, stream, position, np.arange(self._centre.shape[1]))
+
+    def allow(self, b: int, words: NDArray[np.uint32]) -> None:
+        allowed = np.unpackbits(words.view(np.uint8), count=self._centre.shape[1], bitorder="little")
+        self._centre[b, allowed == 0] = self._upper[b, allowed == 0] = -np.inf
+
+    def _keys(self, values: F32, b: int, plain: bool) -> F64:
+        wide = values[b].astype(np.float64)
+        if plain:
+            return wide
+        extra = self._extra[b]
+        return np.asarray(wide + extra + RELATIVE * (np.where(np.isinf(wide), 0.0, np.abs(wide)) + np.abs(extra)))
+
+    def leaders(self, b: int, count: int, plain: bool) -> I64:
+        keys = self._keys(self._centre, b, plain)
+        at = np.nonzero(keys > -np.inf)[0]
+        return at[np.argsort(-keys[at], kind="stable")][:count].astype(np.int64)
+
+    def score(self, b: int, ids: I64) -> tuple[F64, F64]:
+        cascade = self._cascade
+        value, magnitude = cascade.kernels.score(cascade.rows, self._h[b : b + 1], ids)
+        self._centre[b, ids] = self._upper[b, ids] = -np.inf
+        total, error = value[0], score_error(cascade.rows.shape[1], magnitude[0])
+        if cascade.bias is None:
+            return total, error
+        total = total + cascade.bias[ids]
+        return total, error + RELATIVE * np.abs(total)
+
+    def open(self, bars: F64, exact: F64, plain: bool) -> list[I64]:
+        cascade, out = self._cascade, []
+        for b in range(len(self._h)):
+            if not self.usable(b) or not bars[b] < np.inf:
+                out.append(np.zeros(0, np.int64))
+                continue
+
+            def reaching(bar: float, b: int = b) -> I64:
+                return np.nonzero(~(self._keys(self._upper, b, plain) <= below_float32(bar)))[0].astype(np.int64)
+
+            for p in range(1, len(cascade.planes)):
+                rows = reaching(float(bars[b]))
+                rows = rows[self._level[b, rows] == p - 1]
+                if len(rows):
+                    self._centre[b, rows], self._upper[b, rows] = cascade.kernels.refine(
+                        cascade.planes[p], self._states[p].one(b), rows, self._centre[b, rows]
+                    )
+                    self._level[b, rows] = p
+                    self._rows_at[b, p] += len(rows)
+            out.append(reaching(float(exact[b])))
+        return out
+
+    def highest(self, b: int) -> float:
+        keys = self._keys(self._upper, b, plain=False)
+        return float(np.inf if np.isnan(keys).any() else keys.max())
+
+    def mass(self, b: int, start: float, rate: float, likely: bool) -> F64:
+        upper = (self._centre if likely else self._upper)[b]
+        upper = upper[upper > -np.inf].astype(np.float64)
+        exponent = np.maximum((upper - start) * rate + 2.0**-14, -63.75)
+        bins = np.zeros(128)
+        np.add.at(bins, np.clip(-2 * exponent, 0, 127).astype(np.int64), np.exp2(exponent) * (1 + 2.0**-30))
+        return bins

@@ -1,0 +1,259 @@
+#include "ledger.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <mutex>
+
+#include "pool.hpp"
+
+namespace csv_decode {
+namespace {
+
+#include "noise.inl"
+
+constexpr int64_t kRange = 4096;  // rows of a task
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// log(x) of a positive normal number, within 4 ulp: x = m 2^e with m in [sqrt(1/2), sqrt(2)), s = (m - 1) / (m + 1).
+double log_fixed(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  double e = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
+  bits = (bits & 0x000fffffffffffffu) | 0x3ff0000000000000u;
+  double m;
+  std::memcpy(&m, &bits, sizeof m);
+  if (m > 0x1.6a09e667f3bcdp+0) {
+    m = m * 0.5;
+    e = e + 1.0;
+  }
+  const double s = (m - 1.0) / (m + 1.0), z = s * s;
+  double p = 0.0;
+  for (int k = 10; k >= 1; --k) p = (p + 1.0 / (2 * k + 1)) * z;
+  const double tail = (s + s) * p + e * 0x1.a39ef35793c76p-33;
+  return e * 0x1.62e42fee00000p-1 + ((s + s) + tail);
+}
+
+// The smallest float32 that is not below x.
+float above(double x) {
+  const float f = static_cast<float>(x);
+  return static_cast<double>(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
+}
+
+}  // namespace
+
+double gumbel(const NoiseKey& key, int64_t token) {
+  const uint32_t block = static_cast<uint32_t>(token / 4);
+  const int word = static_cast<int>(token % 4);
+  const uint64_t high = philox(key, block, 0).word[word], low = philox(key, block, 1).word[word];
+  const uint64_t r = (high << 20) | (low >> 12);
+  const double u = static_cast<double>(2 * r + 1) * 0x1p-53;  // odd multiples of 2^-53: exact, neither 0 nor 1
+  return -log_fixed(-log_fixed(u));
+}
+
+Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states)
+    : cascade_(cascade),
+      kernels_(kernels),
+      threads_(threads),
+      n_rows_(cascade.spec().planes[0].plane.rows),
+      h_(h, h + static_cast<int64_t>(n_states) * cascade.spec().rows.width),
+      prepared_(cascade.prepare(kernels, threads, h, n_states)),
+      states_(static_cast<size_t>(n_states)) {
+  std::vector<PlaneState> first;
+  for (const Prepared& state : prepared_) {
+    const bool usable = state.finite && !state.vanishing;
+    slot_.push_back(usable ? static_cast<int>(first.size()) : -1);
+    if (usable) first.push_back(state.planes[0]);
+  }
+  for (State& state : states_) state.rows_at.resize(cascade.spec().planes.size());
+  const size_t size = first.size() * static_cast<size_t>(n_rows_);
+  centre_.resize(size);
+  upper_.resize(size);
+  level_.resize(size);
+  if (first.empty()) return;
+  parallel_ranges(threads_, (n_rows_ + kInterleave - 1) / kInterleave, 64, [&](int64_t from, int64_t to) {
+    kernels_.screen(cascade_.spec().planes[0].plane, first.data(), static_cast<int>(first.size()), nullptr, from, to,
+                    centre_.data(), upper_.data(), n_rows_);
+  });
+}
+
+bool Ledger::usable(int state) const { return slot_[static_cast<size_t>(state)] >= 0; }
+
+int64_t Ledger::rows_at(int state, int plane) const {
+  return states_[static_cast<size_t>(state)].rows_at[static_cast<size_t>(plane)];
+}
+
+template <typename Body>
+void Ledger::ranges(const Body& body) const {
+  parallel(threads_, (n_rows_ + kRange - 1) / kRange,
+           [&](int64_t range) { body(range, range * kRange, std::min(n_rows_, (range + 1) * kRange)); });
+}
+
+// The values of n rows with their noise.
+const float* Ledger::keys(const State& state, const float* values, bool plain, int64_t first, int64_t n,
+                          float* buffer) const {
+  if (plain || state.extra.empty()) return values + first;
+  kernels_.add(values + first, state.extra.data() + first, n, buffer);
+  return buffer;
+}
+
+void Ledger::race(int b, const NoiseKey& key, double temperature) {
+  State& state = states_[static_cast<size_t>(b)];
+  state.key = key;
+  state.temperature = temperature;
+  state.extra.resize(static_cast<size_t>(n_rows_));
+  const float raised = above(temperature * (1 + 0x1p-20));
+  ranges([&](int64_t, int64_t first, int64_t last) {
+    kernels_.noise(key, raised, first, last - first, state.extra.data() + first);
+  });
+}
+
+void Ledger::allow(int b, const uint32_t* words) {
+  const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
+  ranges([&](int64_t, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i)
+      if (!(words[i / 32] >> (i % 32) & 1)) centre_[static_cast<size_t>(base + i)] = upper_[static_cast<size_t>(base + i)] = kNothing;
+  });
+}
+
+std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
+  const State& state = states_[static_cast<size_t>(b)];
+  const float* centre = centre_.data() + slot_[static_cast<size_t>(b)] * n_rows_;
+  std::vector<std::pair<float, int64_t>> all;
+  std::mutex mutex;
+  ranges([&](int64_t, int64_t first, int64_t last) {
+    float buffer[kRange];
+    const float* values = keys(state, centre, plain, first, last - first, buffer);
+    std::vector<int64_t> found;
+    top_values(kernels_, values, 0, last - first, count, &found);
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int64_t i : found)
+      if (values[i] > kNothing) all.emplace_back(values[i], first + i);
+  });
+  auto before = [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); };
+  const size_t keep = std::min(all.size(), static_cast<size_t>(count));
+  std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(keep), all.end(), before);
+  std::vector<int64_t> out(keep);
+  for (size_t i = 0; i < keep; ++i) out[i] = all[i].second;
+  return out;
+}
+
+void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* error) {
+  const CascadeSpec& spec = cascade_.spec();
+  score_rows(spec, kernels_, threads_, h_.data() + b * spec.rows.width, ids, n, value, error);
+  const int slot = slot_[static_cast<size_t>(b)];
+  if (slot < 0) return;
+  for (int64_t i = 0; i < n; ++i) {
+    const size_t at = static_cast<size_t>(slot * n_rows_ + ids[i]);
+    centre_[at] = upper_[at] = kNothing;
+  }
+}
+
+std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double* exact, bool plain) {
+  const auto& planes = cascade_.spec().planes;
+  const size_t n_states = states_.size(), n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
+  std::vector<std::vector<int64_t>> left(n_states * n_ranges);
+  std::vector<std::atomic<int64_t>> refined(n_states * planes.size());
+  // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
+  ranges([&](int64_t range, int64_t first, int64_t last) {
+    std::vector<int64_t> rows, todo;
+    std::vector<float> start, centre, upper;
+    float buffer[kRange];
+    for (size_t b = 0; b < n_states; ++b) {
+      const int slot = slot_[b];
+      if (slot < 0 || !(bars[b] < std::numeric_limits<double>::infinity())) continue;
+      State& state = states_[b];
+      const int64_t base = slot * n_rows_;
+      const bool noisy = !plain && !state.extra.empty();
+      const float bar = below_float32(bars[b]), last_bar = below_float32(exact[b]);
+      auto select = [&](float limit) {  // of `rows`, those whose key is not below the limit
+        size_t kept = 0;
+        for (int64_t row : rows) {
+          const size_t at = static_cast<size_t>(base + row);
+          float key = upper_[at];
+          if (noisy) kernels_.add(&upper_[at], &state.extra[static_cast<size_t>(row)], 1, &key);
+          if (!(key <= limit)) rows[kept++] = row;
+        }
+        rows.resize(kept);
+      };
+      float dropped = kNothing;
+      rows.resize(static_cast<size_t>(last - first));
+      const float* key = keys(state, upper_.data() + base, plain, first, last - first, buffer);
+      rows.resize(static_cast<size_t>(kernels_.select(key, 0, last - first, bar, rows.data(), &dropped)));
+      for (int64_t& row : rows) row += first;
+      if (noisy) {  // the noise itself in place of its bound
+        for (int64_t row : rows)
+          if (level_[static_cast<size_t>(base + row)] == 0) {
+            const double noise = state.temperature * gumbel(state.key, row);
+            state.extra[static_cast<size_t>(row)] = above(noise + std::fabs(noise) * 0x1p-40);
+          }
+        select(bar);
+      }
+      for (size_t p = 1; p < planes.size(); ++p) {
+        todo.clear();
+        for (int64_t row : rows)
+          if (level_[static_cast<size_t>(base + row)] + size_t{1} == p) todo.push_back(row);
+        const int64_t n = static_cast<int64_t>(todo.size());
+        if (n == 0) continue;
+        start.resize(todo.size());
+        centre.resize(todo.size());
+        upper.resize(todo.size());
+        for (size_t j = 0; j < todo.size(); ++j) start[j] = centre_[static_cast<size_t>(base + todo[j])];
+        kernels_.refine(planes[p].plane, prepared_[b].planes[p], todo.data(), start.data(), 0, n, centre.data(),
+                        upper.data());
+        for (size_t j = 0; j < todo.size(); ++j) {
+          const size_t at = static_cast<size_t>(base + todo[j]);
+          centre_[at] = centre[j];
+          upper_[at] = upper[j];
+          level_[at] = static_cast<uint8_t>(p);
+        }
+        refined[b * planes.size() + p] += n;
+        select(bar);
+      }
+      select(last_bar);
+      left[b * n_ranges + static_cast<size_t>(range)] = rows;
+    }
+  });
+  std::vector<std::vector<int64_t>> out(n_states);
+  for (size_t b = 0; b < n_states; ++b) {
+    for (size_t p = 1; p < planes.size(); ++p) states_[b].rows_at[p] += refined[b * planes.size() + p];
+    for (size_t range = 0; range < n_ranges; ++range) {
+      const std::vector<int64_t>& some = left[b * n_ranges + range];
+      out[b].insert(out[b].end(), some.begin(), some.end());
+    }
+  }
+  return out;
+}
+
+double Ledger::highest(int b) const {
+  const State& state = states_[static_cast<size_t>(b)];
+  const int slot = slot_[static_cast<size_t>(b)];
+  float top = kNothing;
+  std::mutex mutex;
+  ranges([&](int64_t, int64_t first, int64_t last) {
+    float buffer[kRange], mine = kNothing;
+    int64_t odd[kRange];
+    const float* key = keys(state, upper_.data() + slot * n_rows_, false, first, last - first, buffer);
+    // only NaN is not at most infinity
+    if (kernels_.select(key, 0, last - first, std::numeric_limits<float>::infinity(), odd, &mine) > 0)
+      mine = std::numeric_limits<float>::infinity();
+    std::lock_guard<std::mutex> lock(mutex);
+    top = std::max(top, mine);
+  });
+  return static_cast<double>(top);
+}
+
+void Ledger::mass(int b, float from, float rate, bool likely, double* bins) const {
+  const float* upper = (likely ? centre_ : upper_).data() + slot_[static_cast<size_t>(b)] * n_rows_;
+  const size_t n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
+  std::vector<double> parts(n_ranges * kMassBins);
+  ranges([&](int64_t range, int64_t first, int64_t last) {
+    kernels_.mass(upper + first, last - first, from, rate, parts.data() + range * kMassBins);
+  });
+  std::fill(bins, bins + kMassBins, 0.0);
+  for (size_t i = 0; i < parts.size(); ++i) bins[i % kMassBins] += parts[i];
+}
+
+}  // namespace csv_decode

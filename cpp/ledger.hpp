@@ -1,0 +1,67 @@
+// What is known of every row while one call decides: for each state the bounds of all rows that were not scored, as tight
+// as the planes read so far make them. Every decoding mode is a few questions to it (scan.py).
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cascade.hpp"
+
+namespace csv_decode {
+
+class Ledger {
+ public:
+  // Prepares the states h (n_states, width) and reads plane 0. The cascade must outlive the ledger.
+  Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states);
+
+  // False: nothing is known of this state; its rows have to be scored.
+  bool usable(int state) const;
+  bool vanishing(int state) const { return prepared_[static_cast<size_t>(state)].vanishing; }
+  double energy(int state) const { return prepared_[static_cast<size_t>(state)].energy; }
+  int64_t rows_at(int state, int plane) const;  // rows that were refined by a plane
+
+  // From now on the keys of a state are upper bounds of score + temperature * gumbel, else of the score.
+  void race(int state, const NoiseKey& key, double temperature);
+  // Takes rows out whose bit (i % 32 of word i / 32) is 0.
+  void allow(int state, const uint32_t* words);
+  // `plain` below: without the noise, though a race is on.
+  // The `count` unscored rows that look best, best first.
+  std::vector<int64_t> leaders(int state, int64_t count, bool plain) const;
+  // Scores rows, which then leave the ledger.
+  void score(int state, const int64_t* ids, int64_t n, double* value, double* error);
+  // Refines until every row has a key below bars[state] or has met all planes; returns the rows whose key still reaches
+  // exact[state] then, in rising order. A state whose bar is infinity is left as it is.
+  std::vector<std::vector<int64_t>> open(const double* bars, const double* exact, bool plain);
+  // The largest key; +infinity where one is NaN, -infinity where no row is left.
+  double highest(int state) const;
+  // See Kernels.mass, over the rows left. `likely`: of their centres, which bounds nothing but shows where to look.
+  void mass(int state, float from, float rate, bool likely, double* bins) const;
+
+ private:
+  struct State {
+    std::vector<float> extra;  // of the race, empty without one
+    NoiseKey key;
+    double temperature = 0;
+    std::vector<int64_t> rows_at;
+  };
+
+  template <typename Body>
+  void ranges(const Body& body) const;
+  const float* keys(const State& state, const float* values, bool plain, int64_t first, int64_t n, float* buffer) const;
+
+  const Cascade& cascade_;
+  const Kernels& kernels_;
+  int threads_;
+  int64_t n_rows_;
+  std::vector<double> h_;
+  std::vector<Prepared> prepared_;
+  std::vector<State> states_;
+  std::vector<int> slot_;  // of each state in the arrays below, -1 where it is not usable
+  std::vector<float> centre_, upper_;
+  std::vector<uint8_t> level_;  // planes met after the first
+};
+
+// The noise of a token: -log(-log(u)) in a fixed sequence of float64 operations; noise.py is the definition.
+double gumbel(const NoiseKey& key, int64_t token);
+
+}  // namespace csv_decode

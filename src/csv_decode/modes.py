@@ -1,0 +1,367 @@
+"""Decoding modes as questions to a `Scan`: the best, the winner of a race, the mass that was left out.
+
+Units. Everything here is in scores, ``s = <w, h> + b``; logits are ``scale * s``, so a temperature T on logits is
+``t = T / scale`` on scores. docs/mathematics.md, section 10, has the proofs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _native
+from .bounds.rounding import RELATIVE
+from .exact import Race, rank
+from .noise import log
+from .scan import MASS_BINS, Scan
+
+__all__ = ["Noise", "draw", "partition", "shrink", "top"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+_ROUNDS = 12
+#: Relative error of a sum of exponentials beside that of its arguments: numpy's exp is within 4 ulp, and sums of up to
+#: 2^19 positive terms add pairwise to less than 64 ulp.
+_EXP = 2.0**-46
+_RATE = 1 / math.log(2)
+
+
+class Noise:
+    """The race of one state: ``scale * s + temperature * g``."""
+
+    def __init__(self, temperature: float, scale: float, seed: int, stream: int, position: int) -> None:
+        self.temperature, self.scale = temperature, scale
+        self.t = temperature / scale
+        self.seed, self.stream, self.position = seed, stream, position
+
+    def gumbel(self, ids: I64) -> F64:
+        return np.asarray(_native.gumbel(self.seed, self.stream, self.position, ids))
+
+    def keys(self, ids: I64, value: F64, error: F64) -> tuple[F64, F64, F64]:
+        """Race values in units of scores, their errors, and the noise."""
+        g = self.gumbel(ids)
+        extra = self.t * g
+        key = value + extra
+        return key, error + RELATIVE * (np.abs(value) + np.abs(extra)), g
+
+    def order(self, scan: Scan, b: int, ids: I64, value: F64, error: F64, count: int) -> I64:
+        """Positions in ids of the first `count` of the race, exactly; equal ones by smaller id."""
+        key, key_error, g = self.keys(ids, value, error)
+        race = Race(self.scale, self.temperature, g)
+        spec = scan.spec
+        count = min(count, len(ids))
+        return rank(ids, key, key_error, count, scan.h[b], spec.rows.float32, spec.bias32, race)[:count]
+
+
+def _largest(lower: F64, k: int) -> float:
+    """The k-th largest, -infinity where there are fewer."""
+    return float(np.partition(lower, len(lower) - k)[len(lower) - k]) if len(lower) >= k else -math.inf
+
+
+def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = None, spare: int = 8) -> F64:
+    """Scores rows until no other can be among the k[b] best of state b; returns (B,) lower bounds on the k-th best
+    (infinity for the other states).
+
+    The rows that look best are scored for a bar, planes drop the rows below it, the rows that look best then raise it,
+    and the rows that still reach it are scored. Equality stays, so ties are never lost.
+    """
+    states, plain = list(states), noise is None
+    bars = np.full(len(scan), np.inf)
+
+    def raise_bar(b: int) -> None:
+        ids, value, error = scan.scored(b)
+        if noise is None:
+            bars[b] = _largest(value - error, int(k[b]))
+        else:
+            key, key_error, _ = noise[b].keys(ids, value, error)
+            bars[b] = _largest(key - key_error, int(k[b]))
+
+    for b in states:
+        scan.leaders(b, int(k[b]) + max(spare, int(k[b])), plain)
+        raise_bar(b)
+    scan.open(bars, np.full(len(scan), np.inf), plain)
+    for b in states:
+        if not scan.closed(b):
+            scan.leaders(b, int(k[b]), plain)
+            raise_bar(b)
+    scan.open(bars, None, plain)
+    for b in states:
+        raise_bar(b)
+    return bars
+
+
+class Mass:
+    """Sums of exponentials of one state, relative to its largest score found: e^((s - start) / t).
+
+    scored: of the rows scored, within a factor 1 +- `error`. rest: at least that of all other rows.
+    """
+
+    def __init__(self, scan: Scan, b: int, t: float) -> None:
+        self.ids, self.value, error = scan.scored(b)
+        self.spread = error
+        self.t = t
+        # a float32, so that the kernels and this agree on it
+        self.start = float(np.float32(self.value.max()))
+        with np.errstate(under="ignore", over="ignore"):
+            self.weights = np.exp((self.value - self.start) / t)
+        self.scored = float(self.weights.sum())
+        # e^x moves by its argument's error: that of the score, of the subtraction and of the division
+        reach = self.value > self.start - 750 * t
+        argument = (error + RELATIVE * (np.abs(self.value) + abs(self.start)))[reach].max() / t
+        self.error = math.expm1(min(argument, 700.0)) + _EXP
+        self.rate = _RATE / t
+        self.bins = scan.mass(b, self.start, self.rate)
+        self.rest = float(self.bins.sum())
+
+    @property
+    def low(self) -> float:
+        return self.scored * max(0.0, 1 - self.error) * (1 - 2.0**-50)
+
+    @property
+    def high(self) -> float:
+        return (self.scored * (1 + self.error) + self.rest) * (1 + 2.0**-50)
+
+    def bar(self, allowance: float, last: int = MASS_BINS) -> float:
+        """A score below which the unscored rows of the first `last` bins have at most this mass, by their bounds."""
+        tail = np.cumsum(self.bins[:last][::-1])[::-1]
+        j = int(np.argmax(tail <= allowance)) if tail[-1] <= allowance else last
+        return self.start - j / (2 * self.rate) if j < MASS_BINS else -math.inf
+
+    def last(self, at: int) -> int:
+        """How many bins hold the unscored rows that may come before row `at`: those whose bound reaches its score."""
+        depth = (self.start - (self.value[at] - self.spread[at])) * 2 * self.rate
+        return max(1, math.floor(depth) + 2) if depth < MASS_BINS - 2 else MASS_BINS
+
+    def at(self, token: int) -> int:
+        return int(np.nonzero(self.ids == token)[0][0])
+
+
+def narrow(
+    scan: Scan, masses: dict[int, Mass], allowance: dict[int, float], last: dict[int, int] | None = None
+) -> dict[int, Mass]:
+    """One round of reading, towards a mass left out (in the first last[b] bins) of allowance[b].
+
+    First planes, for all rows whose bounds have mass worth it; then scores, for the rows that carry it.
+    """
+    last = last or dict.fromkeys(masses, MASS_BINS)
+    bars = np.full(len(scan), np.inf)
+    for b, mass in masses.items():
+        bars[b] = mass.bar(allowance[b] / 4, last[b])
+    scan.open(bars, np.full(len(scan), np.inf))
+    for b, mass in masses.items():
+        bars[b] = Mass(scan, b, mass.t).bar(allowance[b], last[b])
+    scan.open(bars)
+    return {b: Mass(scan, b, mass.t) for b, mass in masses.items()}
+
+
+def shrink(scan: Scan, t: dict[int, float], goal: dict[int, float]) -> dict[int, Mass]:
+    """Reads on until the mass left out is at most goal[b] times the mass scored, for each state b of `goal`."""
+    masses = {b: Mass(scan, b, t[b]) for b in goal}
+    for _ in range(_ROUNDS):
+        open_ = [b for b, mass in masses.items() if not mass.rest <= goal[b] * mass.low]
+        if not open_:
+            return masses
+        masses.update(narrow(scan, {b: masses[b] for b in open_}, {b: goal[b] * masses[b].low for b in open_}))
+    for b, mass in masses.items():
+        if not mass.rest <= goal[b] * mass.low:
+            scan.dense(b, "flat distribution")
+            masses[b] = Mass(scan, b, t[b])
+    return masses
+
+
+def partition(scan: Scan, temperature: F64, goal: F64) -> list[Mass]:
+    """`shrink` for every state, from a start: the mass left out is at most goal[b] of the mass scored."""
+    t = {b: float(temperature[b]) / scan.spec.scale for b in range(len(scan))}
+    for b in t:
+        scan.leaders(b, 64)
+    masses = shrink(scan, t, {b: float(goal[b]) for b in t})
+    return [masses[b] for b in range(len(scan))]
+
+
+def log_interval(mass: Mass) -> tuple[float, float]:
+    """log of the sum of exponentials of all rows: an interval that contains it."""
+    with np.errstate(divide="ignore"):
+        low, high = float(np.log(mass.low)), float(np.log(mass.high))
+    shift = mass.start / mass.t
+    slack = 2.0**-50 * (abs(low) + abs(high) + 4 * abs(shift)) + 2.0**-50
+    return shift + low - slack, shift + high + slack
+
+
+# Sampling.
+
+
+def _above(mass: Mass, at: int, exact_only: bool) -> tuple[float, float]:
+    """Bounds on the mass of the rows that come before row `at` of mass.ids: larger score, then smaller id. Among rows
+    that float64 cannot tell apart it is open unless exact_only, which decides by value."""
+    value, ids = mass.value, mass.ids
+    before = (value > value[at]) | ((value == value[at]) & (ids < ids[at]))
+    if exact_only:
+        total = float(mass.weights[before].sum())
+        return total, total
+    gap = mass.spread + mass.spread[at]
+    sure = before & ((value - value[at] > gap) | (value == value[at]))
+    maybe = before | (np.abs(value - value[at]) <= gap)
+    maybe[at] = False
+    low = float(mass.weights[sure].sum()) * max(0.0, 1 - mass.error)
+    high = float(mass.weights[maybe].sum()) * (1 + mass.error)
+    # an unscored row comes before only if its bound reaches the score
+    last = mass.last(at)
+    return low * (1 - 2.0**-50), (high + float(mass.bins[:last].sum())) * (1 + 2.0**-50)
+
+
+def _in_nucleus(mass: Mass, at: int, top_p: float) -> bool | None:
+    """Is the mass before row `at` below top_p of all? None: the bounds cannot tell."""
+    low, high = _above(mass, at, exact_only=False)
+    if high < top_p * mass.low * (1 - 2.0**-50):
+        return True
+    if low >= top_p * mass.high * (1 + 2.0**-50):
+        return False
+    if mass.rest > 0:
+        return None
+    low, _ = _above(mass, at, exact_only=True)  # every row is scored, and it is a matter of 10^-13: by value
+    return low < top_p * mass.scored
+
+
+def draw(
+    scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log_min_p: F64
+) -> tuple[I64, F64, F64]:
+    """Positions (B,) of the ids drawn in scan.scored(b), thresholds and largest keys left, see `certificate.Draw`.
+
+    The race is walked down to its first member of the set that top-k, top-p and min-p leave, in this order.
+    """
+    n = len(scan)
+    out, threshold, left = np.zeros(n, np.int64), np.full(n, -np.inf), np.full(n, -np.inf)
+    few = [b for b in range(n) if top_k[b] > 0]
+    if few:
+        bars = top(scan, few, top_k)
+        for b in few:
+            threshold[b], left[b] = bars[b], scan.unopened(b)
+            out[b] = _draw_among(scan, b, noise[b], int(top_k[b]), top_p[b], min_p[b], log_min_p[b])
+    walk = [b for b in range(n) if top_k[b] <= 0]
+    for b in walk:
+        scan.race(b, noise[b].seed, noise[b].stream, noise[b].position, noise[b].t)
+    count = np.ones(n, np.int64)
+    decided: dict[tuple[int, int], bool] = {}
+    while walk:
+        bars = top(scan, walk, count, noise)
+        again = []
+        for b in walk:
+            found = _walk(scan, b, noise[b], int(count[b]), top_p[b], min_p[b], log_min_p[b], decided)
+            if found is None:
+                if scan.closed(b) and count[b] >= len(scan.scored(b)[0]):
+                    raise AssertionError("no row is in its own nucleus")
+                count[b] *= 4
+                if count[b] > 64:
+                    scan.dense(b, "long walk")
+                    count[b] = len(scan.scored(b)[0])
+                again.append(b)
+            else:
+                out[b] = found
+                ids, value, error = (column[found : found + 1] for column in scan.scored(b))
+                key, key_error, _ = noise[b].keys(ids, value, error)
+                threshold[b], left[b] = float(key[0] - key_error[0]), scan.unopened(b)
+        walk = again
+    return out, threshold, left
+
+
+def _walk(
+    scan: Scan,
+    b: int,
+    noise: Noise,
+    count: int,
+    top_p: float,
+    min_p: float,
+    log_min_p: float,
+    decided: dict[tuple[int, int], bool],
+) -> int | None:
+    """The first of the `count` leading rows of the race that is in the set; None: not one of them."""
+    ids, value, error = scan.scored(b)
+    order = ids[noise.order(scan, b, ids, value, error, count)]
+    if top_p >= 1 and min_p <= 0:
+        return int(np.nonzero(ids == order[0])[0][0])
+    for token in order.tolist():
+        if (b, token) not in decided:
+            decided[b, token] = (min_p <= 0 or _reaches(scan, b, noise, token, log_min_p)) and (
+                top_p >= 1 or _nucleus(scan, b, noise.t, token, top_p)
+            )
+        if decided[b, token]:
+            return int(np.nonzero(scan.scored(b)[0] == token)[0][0])
+    return None
+
+
+def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> bool:
+    """min-p: is ``scale * s >= scale * s_max + T log(min_p)``, with the product of the last two rounded once?"""
+    margin = -log_min_p * noise.temperature / noise.scale
+    ids, value, error = scan.scored(b)
+    at = int(np.nonzero(ids == token)[0][0])
+    slack = RELATIVE * (abs(value[at]) + margin)
+    if value[at] + error[at] + slack < (value - error).max() - margin:
+        return False  # another row is so much larger, whatever the rows not scored are
+    # is any row so large that this one is too small? only those whose bound says so need a score
+    bars = np.full(len(scan), np.inf)
+    bars[b] = value[at] - error[at] - slack + margin
+    scan.open(bars)
+    ids, value, error = scan.scored(b)
+    at = int(np.nonzero(ids == token)[0][0])
+    return bool(value[at] >= value.max() - margin)
+
+
+def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
+    """Reads on until it is certain whether the mass before a token is below top_p of all.
+
+    That it is needs no bound on all mass: the mass scored is less than all. So what is likely decides where to look.
+    """
+    scan.leaders(b, 32)
+    for more in range(_ROUNDS):
+        mass = Mass(scan, b, t)
+        at = mass.at(token)
+        inside = _in_nucleus(mass, at, top_p)
+        if inside is not None:
+            return inside
+        low, _ = _above(mass, at, exact_only=True)
+        last = mass.last(at)
+        likely = scan.mass(b, mass.start, mass.rate, likely=True)
+        before, total = low + float(likely[:last].sum()), mass.scored + float(likely.sum())
+        if before < top_p * total:
+            if mass.scored < (before / top_p + total) / 2:
+                scan.leaders(b, 64 << more)
+                continue
+            narrow(scan, {b: mass}, {b: max(top_p * mass.scored - low, 0.0) / 2}, {b: last})
+        elif low / top_p > mass.scored:
+            narrow(scan, {b: mass}, {b: (low / top_p - mass.scored) / 2})
+        else:
+            scan.leaders(b, 64 << more)
+    scan.dense(b, "edge of the nucleus")
+    mass = Mass(scan, b, t)
+    inside = _in_nucleus(mass, mass.at(token), top_p)
+    assert inside is not None
+    return inside
+
+
+def _draw_among(
+    scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: float, log_min_p: float
+) -> int:
+    """top-k with its ties, top-p of those, min-p, then the race among what is left."""
+    spec = scan.spec
+    ids, value, error = scan.scored(b)
+    k = min(k, len(ids))
+    at = rank(ids, value, error, k, scan.h[b], spec.rows.float32, spec.bias32)
+    value = value[at]
+    keep = np.ones(len(at), bool)
+    if top_p < 1:
+        weights = np.exp((value - value[0]) / noise.t)
+        keep &= np.concatenate([[0.0], np.cumsum(weights)[:-1]]) < top_p * weights.sum()
+    if min_p > 0:
+        keep &= value >= value[0] + log_min_p * noise.temperature / noise.scale
+    keep[0] = True
+    at = at[keep]
+    return int(at[noise.order(scan, b, ids[at], scan.scored(b)[1][at], error[at], 1)[0]])
+
+
+def min_p_logs(min_p: F64) -> F64:
+    """log(min_p), 0 where it is not positive."""
+    return np.where(min_p > 0, log(np.where(min_p > 0, min_p, 1.0)), 0.0)

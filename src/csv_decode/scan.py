@@ -1,0 +1,261 @@
+"""What every decoding mode asks of a step: which rows to score, and what bounds the others.
+
+A `Scan` holds B states. For each of them some rows are *scored* (ids, values, errors), and all others have a *key*, an
+upper bound of their score, or of score + temperature * noise once `race` was called. Scoring more rows or reading more
+planes (`open`) only ever lowers keys, so a mode asks, decides, and asks for more while it cannot decide. The last resort
+is to score every row (`dense`), after which nothing is left to bound; all questions have their answer then.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bounds.rounding import RELATIVE, score_error
+from .certificate import Certificates
+from .spec import HeadSpec, Rows
+
+if TYPE_CHECKING:
+    from .kernels import Kernels
+
+__all__ = ["MASS_BINS", "Scan"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
+
+#: Bins of half a power of two each.
+MASS_BINS = 128
+#: As many allowed rows are scored at once, without reading any code.
+FEW_ALLOWED = 1024
+_NONE = (np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+
+
+class Scan:
+    """B states on their way to a decision.
+
+    Args:
+        spec, kernels: of the head. open_ledger: gives the ledger of states (B, d) (`Kernels.cascade`), or None where
+            every state is dense; why: the reason for that. h: (B, d) states. budget: rows to score before a state goes
+            dense. allowed: for each state None or bits (V / 32,), see `allowed_bits`.
+    """
+
+    def __init__(
+        self,
+        spec: HeadSpec,
+        kernels: Kernels,
+        open_ledger: Any,
+        h: F64,
+        budget: int,
+        allowed: list[U32 | None],
+        why: str | None = None,
+    ) -> None:
+        self.spec, self.kernels, self.h, self.budget = spec, kernels, h, budget
+        self.allowed = allowed
+        n = len(h)
+        self.fallback: list[str | None] = [None] * n
+        self._parts: list[list[tuple[I64, F64, F64]]] = [[] for _ in range(n)]
+        self.survivors = np.zeros(n, np.int64)
+        self._plane_rows: list[int] = []
+        self._ledger: Any = None
+        self._closed = np.zeros(n, bool)  # every row scored
+        few = [None if bits is None else allowed_ids(bits, spec.n_rows) for bits in allowed]
+        small = [ids is not None and len(ids) <= FEW_ALLOWED for ids in few]
+        if open_ledger is not None and not all(small):
+            self._ledger = open_ledger(h)
+        for b in range(n):
+            if small[b]:
+                self._closed[b] = True
+                if len(few[b]):  # type: ignore[arg-type]
+                    self._score(b, few[b])  # type: ignore[arg-type]
+            elif self._ledger is None:
+                self.dense(b, why or "no index")
+            elif not self._ledger.usable(b):
+                self.dense(b, "vanishing state" if self._ledger.vanishing(b) else "overflow")
+            elif allowed[b] is not None:
+                self._ledger.allow(b, allowed[b])
+
+    def __len__(self) -> int:
+        return len(self.h)
+
+    # Rows scored.
+
+    def scored(self, b: int) -> tuple[I64, F64, F64]:
+        """Ids, scores and errors of the rows scored: ``|value - score| <= error``."""
+        parts = self._parts[b]
+        if len(parts) > 1:
+            self._parts[b] = [tuple(np.concatenate(column) for column in zip(*parts, strict=True))]  # type: ignore
+        return self._parts[b][0] if self._parts[b] else _NONE
+
+    def _score(self, b: int, ids: I64) -> None:
+        if self._ledger is not None and not self._closed[b]:
+            value, error = self._ledger.score(b, ids)
+        else:
+            value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], ids)
+        self._parts[b].append((ids, value, error))
+
+    def score(self, b: int, ids: I64) -> None:
+        """Scores rows that were not scored yet."""
+        known = self.scored(b)[0]
+        if len(known):
+            ids = ids[~np.isin(ids, known)]
+        if len(ids):
+            self._score(b, ids)
+
+    def dense(self, b: int, reason: str) -> None:
+        """Scores every allowed row."""
+        if self._closed[b]:
+            return
+        bits = self.allowed[b]
+        ids = np.arange(self.spec.n_rows) if bits is None else allowed_ids(bits, self.spec.n_rows)
+        value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], ids)
+        self._parts[b] = [(ids, value, error)]
+        self._closed[b] = True
+        self.fallback[b] = reason
+
+    def closed(self, b: int) -> bool:
+        """Whether every row is scored."""
+        return bool(self._closed[b])
+
+    # The rows that were not scored.
+
+    def race(self, b: int, seed: int, stream: int, position: int, temperature: float) -> None:
+        """Keys bound score + temperature * noise from now on."""
+        if not self._closed[b]:
+            self._ledger.race(b, seed, stream, position, temperature)
+
+    def leaders(self, b: int, count: int, plain: bool = True) -> None:
+        """Scores the `count` rows that look best; plain: by their score, not by the race."""
+        if not self._closed[b]:
+            ids = np.asarray(self._ledger.leaders(b, count, plain))
+            if len(ids):
+                self._score(b, ids)
+
+    def open(self, bars: F64, exact: F64 | None = None, plain: bool = True) -> None:
+        """Refines every row of state b whose key reaches bars[b], and scores it if it still reaches exact[b] (default:
+        the same bar) after the last plane. Infinity leaves a state as it is. plain: keys are those of the score."""
+        exact = bars if exact is None else exact
+        bars = np.where(self._closed, np.inf, bars)
+        if self._ledger is None or not (bars < np.inf).any():
+            return
+        for b, rows in enumerate(self._ledger.open(bars, np.maximum(exact, bars), plain)):
+            rows = np.asarray(rows)
+            if not len(rows):
+                continue
+            if len(rows) + sum(len(part[0]) for part in self._parts[b]) > self.budget:
+                self.dense(b, "budget")
+            else:
+                self.survivors[b] += len(rows)
+                self._score(b, rows)
+
+    def unopened(self, b: int) -> float:
+        """The largest key, -infinity where every row is scored."""
+        return -math.inf if self._closed[b] else float(self._ledger.highest(b))
+
+    def mass(self, b: int, start: float, rate: float, likely: bool = False) -> F64:
+        """(MASS_BINS,) upper bounds of the sum of 2^(rate (score - start)) over unscored rows, by the exponent of their
+        bound: bin j has (-(j + 1) / 2, -j / 2]. likely: of the centres of their intervals, which bounds nothing."""
+        if self._closed[b]:
+            return np.zeros(MASS_BINS)
+        # 2^18 float64 additions of positive terms stay far within this
+        return np.asarray(self._ledger.mass(b, start, rate, likely)) * (1 + 2.0**-30)
+
+    # What it cost.
+
+    def certificates(
+        self, kind: str, threshold: F64, max_unopened: F64, certified: NDArray[np.bool_], head: Any
+    ) -> Certificates:
+        n, spec = len(self), self.spec
+        rows_scored = np.array([sum(len(part[0]) for part in parts) for parts in self._parts], np.int64)
+        width_bytes = spec.width * spec.rows.itemsize
+        read = rows_scored.astype(np.float64) * width_bytes
+        survivors = np.zeros((n, 1), np.int64)
+        energy = np.full(n, np.nan)
+        if self._ledger is not None:
+            shadow = head.index.shadow
+            stages = len(shadow.planes)
+            survivors = np.zeros((n, stages), np.int64)
+            biased = spec.bias32 is not None
+            read += (shadow.state_bytes + shadow.row_bytes(0, biased) * len(shadow.rho)) / n
+            for b in range(n):
+                if self._ledger.usable(b):
+                    energy[b] = self._ledger.energy(b)
+                    for plane in range(1, stages):
+                        survivors[b, plane - 1] = self._ledger.rows_at(b, plane)
+                        read[b] += survivors[b, plane - 1] * shadow.row_bytes(plane, biased)
+            survivors[:, -1] = self.survivors
+        return Certificates(
+            kind=kind,
+            certified=certified,
+            threshold=threshold,
+            max_unopened=max_unopened,
+            rows_scored=rows_scored,
+            survivors=survivors,
+            bytes_read=np.rint(read).astype(np.int64),
+            bytes_dense=spec.bytes_dense,
+            fallback=self.fallback,
+            energy=energy,
+            guarantee=head.guarantee,
+            failure_probability=head.failure_probability,
+        )
+
+
+def exact_rows(spec: HeadSpec, kernels: Kernels, h: F64, ids: I64) -> tuple[F64, F64]:
+    """Scores of rows (n,) for one state (1, d), bias included, and their errors."""
+    whole = len(ids) == spec.n_rows
+    rows = spec.valid_rows_only() if whole else Rows(spec.rows.data, spec.rows.kind)
+    value, magnitude = kernels.score(rows, h, None if whole else ids)
+    error = score_error(spec.width, magnitude[0]) if h.any() else np.zeros(len(ids))
+    if spec.bias32 is None:
+        return value[0], error
+    total = value[0] + spec.bias32[ids]
+    return total, error + RELATIVE * np.abs(total)
+
+
+def allowed_ids(bits: U32, n_rows: int) -> I64:
+    """The ids whose bit is set."""
+    return np.nonzero(np.unpackbits(bits.view(np.uint8), count=n_rows, bitorder="little"))[0]
+
+
+def allowed_bits(allowed: Any, n_states: int, n_rows: int) -> list[U32 | None]:
+    """For each state the bits of the allowed rows, bit i % 32 of word i / 32 for row i, or None where all are.
+
+    allowed: None; booleans (V,) or (B, V); or int32 words (V / 32,) or (B, V / 32), as grammar libraries use them. Rows
+    beyond V are left out. Raises ValueError for other shapes or types, and for a state that allows nothing.
+    """
+    if allowed is None:
+        return [None] * n_states
+    from .spec import _to_numpy
+
+    array = _to_numpy(allowed)[0]
+    words = -(-n_rows // 32)
+    if array.dtype == np.bool_:
+        if array.shape[-1:] not in ((n_rows,),) or array.ndim not in (1, 2):
+            raise ValueError(f"allowed has shape {array.shape}, expected ({n_rows},) or ({n_states}, {n_rows}) booleans")
+        packed = np.packbits(array, axis=-1, bitorder="little")
+        table = np.zeros((*array.shape[:-1], words * 4), np.uint8)
+        table[..., : packed.shape[-1]] = packed
+        table = table.view(np.uint32)
+    elif array.dtype in (np.int32, np.uint32):
+        if array.ndim not in (1, 2) or array.shape[-1] < words:
+            raise ValueError(
+                f"allowed has shape {array.shape} of {array.dtype}, expected ({words},) or ({n_states}, {words}) words "
+                f"of 32 bits for {n_rows} rows"
+            )
+        table = np.ascontiguousarray(array[..., :words]).view(np.uint32)
+        if n_rows % 32:
+            table = table.copy()
+            table[..., -1] &= np.uint32((1 << (n_rows % 32)) - 1)
+    else:
+        raise ValueError(f"allowed has dtype {array.dtype}, expected booleans or words of 32 bits (int32)")
+    if table.ndim == 1:
+        table = np.broadcast_to(table, (n_states, words))
+    if len(table) != n_states:
+        raise ValueError(f"allowed is for {len(table)} states, but {n_states} were given")
+    for b in range(n_states):
+        if not table[b].any():
+            raise ValueError(f"allowed leaves no row to state {b}")
+    return [np.ascontiguousarray(row) for row in table]
