@@ -123,7 +123,7 @@ def accelerate(
     restore(model)
     layer = _output_layer(model)
     stock: Any = type(model)
-    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap))
+    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap, vars(model).get("forward")))
     layer.__class__ = _CertifiedLinear
     model.__class__ = _certified_class(stock)
     return model
@@ -168,7 +168,7 @@ class Accelerated:
     """
 
     def __init__(
-        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None
+        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None, forward: Any
     ) -> None:
         self.head = head
         self.layer = layer
@@ -179,6 +179,7 @@ class Accelerated:
         self.seconds_dense = 0.0
         self.last: TopK | None = None
         self._transform = scale, softcap
+        self._forward = forward  # the model's own attribute, if it has one: it was there when the logits were checked
         self._parameters = layer.weight, layer.bias
         self._identity = [_identity(p) for p in self._parameters]
         self._contents = _contents(*self._parameters)
@@ -259,6 +260,8 @@ class Accelerated:
             return "subnormal numbers flushed to zero"
         if self.layer._forward_hooks or model._forward_hooks or nn.modules.module._global_forward_hooks:
             return "forward hook"  # it would see the sparse row, or change it
+        if "forward" in vars(self.layer) or vars(model).get("forward") is not self._forward:
+            return "forward replaced"  # as above
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             return "several positions"
         if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
@@ -362,7 +365,7 @@ class _CertifiedLinear(nn.Linear):
             if run is not None and run.armed and run.state.layer is self:
                 run.armed = False
                 return run.state._logits(run, input)
-        return super().forward(input)
+        return nn.Linear.forward(self, input)  # not super(): a bound method may be kept until after `restore`
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the stock layer."""
