@@ -62,7 +62,10 @@ _SCALES = (
     ("falcon_h1", "lm_head_multiplier", 1),
     ("granite", "logits_scaling", -1),
     ("hyperclovax", "logits_scaling", 1),
+    ("muse", "output_multiplier", 1),
 )
+# Models around a language model that have its configuration, but use its output layer without its scale and soft cap.
+_PLAIN = ("aya_vision", "cohere2_vision", "gemma3", "granite_speech", "granite_speech_plus", "llava_next")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 #: Whose frames a warning skips, to point at the call of `accelerate` or `generate` that it is about.
 _INSIDE = (__name__, "torch", "transformers", "contextlib")
@@ -450,6 +453,8 @@ def _output_layer(model: Any) -> nn.Linear:
 
 def _transform(model: Any) -> tuple[float, float | None]:
     """Scale and soft cap that the model applies after its output layer, as its configuration says."""
+    if model.config.model_type in _PLAIN:
+        return 1.0, None
     config = model.config.get_text_config()
     scale = 1.0
     for family, name, power in _SCALES:
