@@ -89,7 +89,8 @@ def accelerate(
     """Makes ``model.generate`` decode through a certified head, in place.
 
     Args:
-        model: a causal language model of transformers, on the CPU. Accelerating it again replaces the index.
+        model: a language model of transformers, causal or encoder-decoder, on the CPU. Accelerating it again replaces
+            the index.
         index: from `build_index`, or the path of a saved one. None: the one built last for these weights, from the
             cache (`csv-decode build` puts it there), or built now.
         calibration: what to build the index for: (N, d) hidden states, a text to run the model on, or the Path of such
@@ -430,13 +431,13 @@ def _certified_class(base: type[Any]) -> type[Any]:
 
 def _output_layer(model: Any) -> nn.Linear:
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise ValueError(f"{name} is not a causal language model of transformers (a PreTrainedModel with generate)")
     layer = model.get_output_embeddings()
     if type(layer) not in (nn.Linear, _CertifiedLinear) or "forward" in vars(layer):
         raise ValueError(
-            f"the output layer of {name} is {type(layer).__name__}, expected a plain torch.nn.Linear "
-            "(not quantized, parametrized or wrapped)"
+            f"the output layer of {name} is {type(layer).__module__}.{type(layer).__qualname__}, expected a plain "
+            "torch.nn.Linear (not quantized, parametrized or wrapped)"
         )
     weight = layer.weight
     if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
@@ -468,12 +469,15 @@ def _check_transform(model: Any, spec: HeadSpec) -> None:
     """Runs one token through the model with known logits in place of the head's, and looks at what becomes of them: a
     family that does something else to its logits is refused, not guessed at."""
     layer = model.get_output_embeddings()
+    names = ["input_ids", "decoder_input_ids"][: 1 + model.config.is_encoder_decoder]
     n_rows = spec.rows.shape[0]
     given = torch.from_numpy(np.random.default_rng(0).permutation(np.linspace(-64, 64, n_rows, dtype=np.float32)))
     handle = layer.register_forward_hook(lambda *_: given[None, None].clone())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout must not use up the caller's random numbers
-            got = model(input_ids=torch.zeros((1, 1), dtype=torch.long)).logits[0, -1].double().numpy()
+            got = model(**dict.fromkeys(names, torch.zeros((1, 1), dtype=torch.long))).logits[0, -1].double().numpy()
+    except Exception as error:  # whatever the model says about a call without its pictures or sounds
+        raise ValueError(f"{type(model).__name__} does not run on a token alone, as it has to: {error}") from error
     finally:
         handle.remove()
     expected = spec.finish(given.double().numpy())
