@@ -165,7 +165,9 @@ def _read(model: Any, tokenizer: Any, text: str, tap: _Tap, count: int, report: 
     windows = max(1, min(-(-count // (window - 1)), len(ids) // window))
     found = []
     for start in np.linspace(0, len(ids) - window, windows).astype(int).tolist():
-        model(input_ids=ids[None, start : start + window].to(model.device), use_cache=False)
+        part = ids[None, start : start + window].to(model.device)
+        both = {"decoder_input_ids": part} if model.config.is_encoder_decoder else {}
+        model(input_ids=part, **both, use_cache=False)
         found.append(_numpy(tap.take()[0, 1:]))
         report(window - 1)
     return np.concatenate(found)

@@ -62,7 +62,10 @@ _SCALES = (
     ("falcon_h1", "lm_head_multiplier", 1),
     ("granite", "logits_scaling", -1),
     ("hyperclovax", "logits_scaling", 1),
+    ("muse", "output_multiplier", 1),
 )
+# Models around a language model that have its configuration, but use its output layer without its scale and soft cap.
+_PLAIN = ("aya_vision", "cohere2_vision", "gemma3", "granite_speech", "granite_speech_plus", "llava_next")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 #: Whose frames a warning skips, to point at the call of `accelerate` or `generate` that it is about.
 _INSIDE = (__name__, "torch", "transformers", "contextlib")
@@ -86,7 +89,8 @@ def accelerate(
     """Makes ``model.generate`` decode through a certified head, in place.
 
     Args:
-        model: a causal language model of transformers, on the CPU. Accelerating it again replaces the index.
+        model: a language model of transformers, causal or encoder-decoder, on the CPU. Accelerating it again replaces
+            the index.
         index: from `build_index`, or the path of a saved one. None: the one built last for these weights, from the
             cache (`csv-decode build` puts it there), or built now.
         calibration: what to build the index for: (N, d) hidden states, a text to run the model on, or the Path of such
@@ -123,7 +127,7 @@ def accelerate(
     restore(model)
     layer = _output_layer(model)
     stock: Any = type(model)
-    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap))
+    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap, vars(model).get("forward")))
     layer.__class__ = _CertifiedLinear
     model.__class__ = _certified_class(stock)
     return model
@@ -168,7 +172,7 @@ class Accelerated:
     """
 
     def __init__(
-        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None
+        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None, forward: Any
     ) -> None:
         self.head = head
         self.layer = layer
@@ -179,6 +183,7 @@ class Accelerated:
         self.seconds_dense = 0.0
         self.last: TopK | None = None
         self._transform = scale, softcap
+        self._forward = forward  # the model's own attribute, if it has one: it was there when the logits were checked
         self._parameters = layer.weight, layer.bias
         self._identity = [_identity(p) for p in self._parameters]
         self._contents = _contents(*self._parameters)
@@ -259,6 +264,8 @@ class Accelerated:
             return "subnormal numbers flushed to zero"
         if self.layer._forward_hooks or model._forward_hooks or nn.modules.module._global_forward_hooks:
             return "forward hook"  # it would see the sparse row, or change it
+        if "forward" in vars(self.layer) or vars(model).get("forward") is not self._forward:
+            return "forward replaced"  # as above
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             return "several positions"
         if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
@@ -362,7 +369,7 @@ class _CertifiedLinear(nn.Linear):
             if run is not None and run.armed and run.state.layer is self:
                 run.armed = False
                 return run.state._logits(run, input)
-        return super().forward(input)
+        return nn.Linear.forward(self, input)  # not super(): a bound method may be kept until after `restore`
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the stock layer."""
@@ -424,13 +431,13 @@ def _certified_class(base: type[Any]) -> type[Any]:
 
 def _output_layer(model: Any) -> nn.Linear:
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise ValueError(f"{name} is not a causal language model of transformers (a PreTrainedModel with generate)")
     layer = model.get_output_embeddings()
     if type(layer) not in (nn.Linear, _CertifiedLinear) or "forward" in vars(layer):
         raise ValueError(
-            f"the output layer of {name} is {type(layer).__name__}, expected a plain torch.nn.Linear "
-            "(not quantized, parametrized or wrapped)"
+            f"the output layer of {name} is {type(layer).__module__}.{type(layer).__qualname__}, expected a plain "
+            "torch.nn.Linear (not quantized, parametrized or wrapped)"
         )
     weight = layer.weight
     if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
@@ -447,6 +454,8 @@ def _output_layer(model: Any) -> nn.Linear:
 
 def _transform(model: Any) -> tuple[float, float | None]:
     """Scale and soft cap that the model applies after its output layer, as its configuration says."""
+    if model.config.model_type in _PLAIN:
+        return 1.0, None
     config = model.config.get_text_config()
     scale = 1.0
     for family, name, power in _SCALES:
@@ -460,12 +469,15 @@ def _check_transform(model: Any, spec: HeadSpec) -> None:
     """Runs one token through the model with known logits in place of the head's, and looks at what becomes of them: a
     family that does something else to its logits is refused, not guessed at."""
     layer = model.get_output_embeddings()
+    names = ["input_ids", "decoder_input_ids"][: 1 + model.config.is_encoder_decoder]
     n_rows = spec.rows.shape[0]
     given = torch.from_numpy(np.random.default_rng(0).permutation(np.linspace(-64, 64, n_rows, dtype=np.float32)))
     handle = layer.register_forward_hook(lambda *_: given[None, None].clone())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout must not use up the caller's random numbers
-            got = model(input_ids=torch.zeros((1, 1), dtype=torch.long)).logits[0, -1].double().numpy()
+            got = model(**dict.fromkeys(names, torch.zeros((1, 1), dtype=torch.long))).logits[0, -1].double().numpy()
+    except Exception as error:  # whatever the model says about a call without its pictures or sounds
+        raise ValueError(f"{type(model).__name__} does not run on a token alone, as it has to: {error}") from error
     finally:
         handle.remove()
     expected = spec.finish(given.double().numpy())
