@@ -13,9 +13,12 @@ __all__ = [
     "Draw",
     "LogPartition",
     "LogProbs",
+    "ModelArgmax",
+    "Scores",
     "Softmax",
     "Statistics",
     "TopK",
+    "Within",
 ]
 
 F64 = NDArray[np.float64]
@@ -121,8 +124,8 @@ class Draw:
     noise of state b is that of (seed[b], stream[b], position[b]). allowed: see `CertifiedHead.sample`.
 
     Certificate of a state: rows that were not scored have a key, score + temperature / scale * noise, of at most
-    `max_unopened`, and the id drawn has one of at least `threshold`. With top_k, the keys are scores, and `threshold` is
-    a lower bound of the k-th.
+    `max_unopened`, and the id drawn has one of at least `threshold`. With top_k, the keys are scores, and `threshold`
+    is a lower bound of the k-th.
     """
 
     ids: I64
@@ -136,6 +139,41 @@ class Draw:
     position: I64
     certificates: Certificates
     allowed: list[NDArray[np.uint32] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Within:
+    """Every row of B states whose logit is within `margin` (B,) of the largest: lists of B arrays, largest first.
+
+    Rows within rounding of the edge (10^-12 of the numbers there) may be among them.
+    """
+
+    ids: list[I64]
+    logits: list[F64]
+    margin: F64
+    certificates: Certificates
+    allowed: list[NDArray[np.uint32] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Logits of chosen ids: (B, n) each. The score before scale and cap is within `error` (B, n)."""
+
+    ids: I64
+    logits: F64
+    error: F64
+
+
+@dataclass(frozen=True, eq=False)
+class ModelArgmax:
+    """What argmax returns for the logits that a head computes in its own narrow arithmetic.
+
+    ids (B,) int64; -1 where the bounds on that arithmetic do not decide. logits (B,) float64: exact, of those ids.
+    """
+
+    ids: I64
+    logits: F64
+    certificates: Certificates
 
 
 @dataclass(frozen=True, eq=False)

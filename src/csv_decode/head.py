@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import secrets
@@ -16,14 +17,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .bounds.planes import INTERLEAVE, PlaneStates
-from .bounds.rounding import INFLATE, RELATIVE, SMALLEST_STATE, below_float32, score_error
 from . import modes
-from .certificate import Certificates, Draw, LogPartition, LogProbs, Softmax, Statistics, TopK
+from .bounds.planes import INTERLEAVE, PlaneStates
+from .bounds.rounding import ABSOLUTE, INFLATE, RELATIVE, SMALLEST_STATE, below_float32, score_error
+from .certificate import (
+    Certificates,
+    Draw,
+    LogPartition,
+    LogProbs,
+    ModelArgmax,
+    Scores,
+    Softmax,
+    Statistics,
+    TopK,
+    Within,
+)
 from .exact import rank
 from .index import Index
 from .kernels import Cascade, get_kernels, require_ieee
-from .scan import Scan, allowed_bits
+from .narrow import rounded_argmax
+from .scan import Scan, allowed_bits, exact_rows
 from .spec import Array, HeadSpec, as_states, column, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
@@ -296,9 +309,7 @@ class CertifiedHead:
         errors, ragged = np.zeros(n), []
         for b in range(n):
             found, value, error = scan.scored(b)
-            order = rank(
-                found, value, error, min(k, len(found)), scan.h[b], self.spec.rows.float32, self.spec.bias32
-            )
+            order = rank(found, value, error, min(k, len(found)), scan.h[b], self.spec.rows.float32, self.spec.bias32)
             ragged.append((found[order], self.spec.finish(value[order])))
             errors[b] = error[order].max()
             order = order[:k]
@@ -323,8 +334,8 @@ class CertifiedHead:
     ) -> Draw:
         """One draw for each state from the softmax over the whole vocabulary, exactly.
 
-        The token is ``argmax_i (logit_i + T g_i)`` in exact arithmetic, with Gumbel noise g_i that is a fixed function of
-        (seed, stream, position, token id): see `csv_decode.noise`. The same numbers draw the same token on every
+        The token is ``argmax_i (logit_i + T g_i)`` in exact arithmetic, with Gumbel noise g_i that is a fixed function
+        of (seed, stream, position, token id): see `csv_decode.noise`. The same numbers draw the same token on every
         machine, whatever the batch, the index or the kernels.
 
         Args:
@@ -470,6 +481,65 @@ class CertifiedHead:
         certificates = dataclasses.replace(certificates, certified=certified)
         self._note(certificates, time.perf_counter() - started)
         return LogProbs(ids, low, high, certificates)
+
+    def within(self, hidden: Array, margin: Any, allowed: Array | None = None) -> Within:
+        """Every id whose logit is at least the largest less `margin`: what min-p keeps, with -T log(min_p).
+
+        margin: in logits, positive, a number or (B,).
+        """
+        started = time.perf_counter()
+        self._no_softcap("within")
+        scan = self._scan_of(hidden, allowed)
+        n = len(scan)
+        margins = column("margin", margin, n, np.float64, 0.0, 1e30)
+        bars = modes.top(scan, range(n), np.ones(n, np.int64))
+        bars = bars - margins / self.spec.scale * (1 + 2.0**-40)
+        scan.open(bars)
+        ids, logits, left = [], [], np.zeros(n)
+        for b in range(n):
+            found, value, error = scan.scored(b)
+            keep = np.nonzero(value + error >= bars[b])[0]
+            keep = keep[np.lexsort((found[keep], -value[keep]))]
+            ids.append(found[keep])
+            logits.append(self.spec.finish(value[keep]))
+            left[b] = scan.unopened(b)
+        certificates = scan.certificates("within", bars, left, (bars > left) | (left == -np.inf), self)
+        self._note(certificates, time.perf_counter() - started)
+        return Within(ids, logits, margins, certificates, scan.allowed)
+
+    def scores(self, hidden: Array, ids: Array) -> Scores:
+        """Exact logits of chosen ids, (B,) or (B, n)."""
+        require_ieee()
+        h = as_states(hidden, self.spec.width)
+        wanted = _ids_of(ids, len(h), self.spec.n_rows)
+        value, error = np.empty(wanted.shape), np.empty(wanted.shape)
+        for b in range(len(h)):
+            value[b], error[b] = exact_rows(self.spec, self.kernels, h[b : b + 1], wanted[b])
+        return Scores(wanted, self.spec.finish(value), error)
+
+    def model_argmax(self, hidden: Array) -> ModelArgmax:
+        """The id that argmax gives for the logits as a head of the weights' own type computes them, without bias, scale
+        or cap: products summed in float32, in any order, then rounded to the type. Of equal logits the smallest id.
+
+        docs/mathematics.md, section 11, has the bound on that arithmetic. Where it does not decide, the id is -1.
+        """
+        started = time.perf_counter()
+        if self.spec.bias32 is not None or self.spec.scale != 1.0 or self.spec.softcap is not None:
+            raise ValueError("model_argmax is about a head without bias, scale and soft cap")
+        scan = self._scan_of(hidden, None)
+        ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
+        certificates = scan.certificates("model_argmax", threshold, left, ids >= 0, self)
+        self._note(certificates, time.perf_counter() - started)
+        return ModelArgmax(ids, value, certificates)
+
+    @functools.cached_property
+    def largest_norm(self) -> float:
+        """At least the norm of every row of the weights."""
+        largest = 0.0
+        for first in range(0, self.spec.n_rows, 8192):
+            rows = self.spec.rows.float32(slice(first, min(first + 8192, self.spec.n_rows))).astype(np.float64)
+            largest = max(largest, float(np.sqrt(np.einsum("ij,ij->i", rows, rows)).max()))
+        return largest * INFLATE + ABSOLUTE
 
     def _no_softcap(self, mode: str) -> None:
         if self.spec.softcap is not None:

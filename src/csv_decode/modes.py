@@ -226,9 +226,7 @@ def _in_nucleus(mass: Mass, at: int, top_p: float) -> bool | None:
     return low < top_p * mass.scored
 
 
-def draw(
-    scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log_min_p: F64
-) -> tuple[I64, F64, F64]:
+def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log_min_p: F64) -> tuple[I64, F64, F64]:
     """Positions (B,) of the ids drawn in scan.scored(b), thresholds and largest keys left, see `certificate.Draw`.
 
     The race is walked down to its first member of the set that top-k, top-p and min-p leave, in this order.
@@ -261,8 +259,9 @@ def draw(
                 again.append(b)
             else:
                 out[b] = found
-                ids, value, error = (column[found : found + 1] for column in scan.scored(b))
-                key, key_error, _ = noise[b].keys(ids, value, error)
+                ids, value, error = scan.scored(b)
+                one = slice(found, found + 1)
+                key, key_error, _ = noise[b].keys(ids[one], value[one], error[one])
                 threshold[b], left[b] = float(key[0] - key_error[0]), scan.unopened(b)
         walk = again
     return out, threshold, left
@@ -342,9 +341,7 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
     return inside
 
 
-def _draw_among(
-    scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: float, log_min_p: float
-) -> int:
+def _draw_among(scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: float, log_min_p: float) -> int:
     """top-k with its ties, top-p of those, min-p, then the race among what is left."""
     spec = scan.spec
     ids, value, error = scan.scored(b)

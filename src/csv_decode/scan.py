@@ -1,9 +1,9 @@
 """What every decoding mode asks of a step: which rows to score, and what bounds the others.
 
 A `Scan` holds B states. For each of them some rows are *scored* (ids, values, errors), and all others have a *key*, an
-upper bound of their score, or of score + temperature * noise once `race` was called. Scoring more rows or reading more
-planes (`open`) only ever lowers keys, so a mode asks, decides, and asks for more while it cannot decide. The last resort
-is to score every row (`dense`), after which nothing is left to bound; all questions have their answer then.
+upper bound of their score, or of score + temperature * noise once `race` was called. Scoring more rows or reading
+more planes (`open`) only ever lowers keys, so a mode asks, decides, and asks for more while it cannot decide. The last
+resort is to score every row (`dense`), after which nothing is left to bound; all questions have their answer then.
 """
 
 from __future__ import annotations
@@ -234,7 +234,9 @@ def allowed_bits(allowed: Any, n_states: int, n_rows: int) -> list[U32 | None]:
     words = -(-n_rows // 32)
     if array.dtype == np.bool_:
         if array.shape[-1:] not in ((n_rows,),) or array.ndim not in (1, 2):
-            raise ValueError(f"allowed has shape {array.shape}, expected ({n_rows},) or ({n_states}, {n_rows}) booleans")
+            raise ValueError(
+                f"allowed has shape {array.shape}, expected ({n_rows},) or ({n_states}, {n_rows}) booleans"
+            )
         packed = np.packbits(array, axis=-1, bitorder="little")
         table = np.zeros((*array.shape[:-1], words * 4), np.uint8)
         table[..., : packed.shape[-1]] = packed

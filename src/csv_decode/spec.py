@@ -81,7 +81,7 @@ def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -
         if given.dtype.kind not in ("iu" if whole_wanted else "iuf") or given.ndim > 1:
             raise TypeError
         inside = np.asarray([low <= x <= high for x in given.reshape(-1).tolist()])
-        if given.ndim == 1 and len(given) != n or not inside.all():
+        if (given.ndim == 1 and len(given) != n) or not inside.all():
             raise TypeError
     except (TypeError, ValueError, OverflowError):
         shown = repr(value)

@@ -8,6 +8,8 @@ the whole row. How many are needed is read off the list itself:
     greedy, no processors                       1
     temperature, then top_k = k, then anything  k, with every id tied with the k-th: what follows `TopKLogitsWarper`
                                                 sees the same row as ever, whatever it does
+    temperature, then min_p, then anything      all within -T log(min_p) of the largest
+    penalties, biases, bans before any of these as many of the ids that these cannot touch, and those that they can
     everything else                             all: the stock layer runs, counted under its reason
 
 A call of the model that the loop did not make (``model(ids).logits``, a loss, a user's own loop) is always dense. So is
@@ -15,13 +17,16 @@ every step at which the weights are no longer the ones that were indexed.
 
 What the certificate is about: the real value of ``<w, h> + b`` for the float32 numbers stored. Stock float32 logits are
 rounded, so they can disagree with it where two logits are equal to within that rounding. In float16 and bfloat16 stock
-logits tie often, and which of them wins is an accident of rounding; such models decode densely for now.
+logits tie often. There greedy search gets the token that the stock head's own arithmetic gives (``reference="model"``),
+from bounds on that arithmetic, and the stock head decides where they do not; everything else is dense, unless the exact
+logits are asked for (``reference="exact"``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import threading
 import time
@@ -33,19 +38,21 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..certificate import Statistics, TopK
+from ..certificate import ModelArgmax, Statistics, TopK, Within
 from ..head import CertifiedHead
 from ..index import Index
 from ..index.build import build_index
 from ..index.storage import load_index
 from ..kernels import ieee
-from ..spec import Array, HeadSpec
+from ..narrow import keeps_bound
+from ..spec import Array, HeadSpec, as_states
 
 try:
     import torch
     from torch import nn
     from transformers import GenerationMixin, PreTrainedModel
-    from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
+    from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+    from transformers.generation import logits_process as process
 except ImportError as error:
     raise ImportError(f"{error}; Hugging Face models need the extra: pip install '.[hf]' in the checkout") from error
 
@@ -84,6 +91,7 @@ def accelerate(
     threads: int | None = None,
     kernels: str | None = None,
     budget: float | None = 0.25,
+    reference: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Makes ``model.generate`` decode through a certified head, in place.
@@ -97,6 +105,8 @@ def accelerate(
             a text. None: text that the model writes itself. It decides how fast, never whether the answer is right.
         tokenizer: needed for a calibration text; without a text it lets the model start from varied openings.
         threads, kernels, budget: see `CertifiedHead`.
+        reference: whose logits decide. "exact": the real values for the numbers stored. "model": the model's own, in
+            its own arithmetic (greedy search only). None: "exact" for a float32 head, "model" for a narrower one.
         progress: called as progress(stage, done, total) while an index is built.
 
     Returns the model, with ``model.csv_decode`` (an `Accelerated`) for counts, times and the head.
@@ -113,21 +123,17 @@ def accelerate(
     raw = spec if (scale, softcap) == (1.0, None) else dataclasses.replace(spec, scale=1.0, softcap=None)
     if isinstance(index, (str, Path)):
         index = load_index(index)
-    if spec.rows.kind == "float32":
-        _check_transform(model, spec)
-        if index is None:
-            index = _find_index(model, raw, calibration, tokenizer, threads, progress)
-    else:
-        warnings.warn(
-            f"the output layer is {spec.rows.kind} and only float32 decodes with certificates, so this model keeps its "
-            "dense head; load it with dtype=torch.float32",
-            stacklevel=_outside(),
-        )
+    if reference not in (None, "exact", "model"):
+        raise ValueError(f"reference is {reference!r}, expected 'exact', 'model' or None")
+    reference = reference or ("exact" if spec.rows.kind == "float32" else "model")
+    _check_transform(model, spec)
+    if index is None:
+        index = _find_index(model, raw, calibration, tokenizer, threads, progress)
     head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels)
     restore(model)
     layer = _output_layer(model)
     stock: Any = type(model)
-    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap, vars(model).get("forward")))
+    setattr(model, _ATTRIBUTE, Accelerated(head, layer, stock, scale, softcap, vars(model).get("forward"), reference))
     layer.__class__ = _CertifiedLinear
     model.__class__ = _certified_class(stock)
     return model
@@ -168,12 +174,21 @@ class Accelerated:
     certified_steps: forward passes of `generate` that the head answered, one a step whatever the batch.
     dense_steps: forward passes of `generate` that the stock layer answered, by reason.
     seconds_certified, seconds_dense: time spent in the two, checks included.
-    last: the latest `TopK`, with its certificates.
+    last: the latest answer of the head, with its certificates.
+    reference: "exact" or "model", see `accelerate`.
     """
 
     def __init__(
-        self, head: CertifiedHead, layer: nn.Linear, stock: type[Any], scale: float, softcap: float | None, forward: Any
+        self,
+        head: CertifiedHead,
+        layer: nn.Linear,
+        stock: type[Any],
+        scale: float,
+        softcap: float | None,
+        forward: Any,
+        reference: str,
     ) -> None:
+        self.reference = reference
         self.head = head
         self.layer = layer
         self.stock = stock
@@ -181,7 +196,8 @@ class Accelerated:
         self.dense_steps: dict[str, int] = {}
         self.seconds_certified = 0.0
         self.seconds_dense = 0.0
-        self.last: TopK | None = None
+        self.last: TopK | Within | ModelArgmax | None = None
+        self._shapes: dict[int, bool] = {}  # batch sizes at which the stock head was seen to keep its bound
         self._transform = scale, softcap
         self._forward = forward  # the model's own attribute, if it has one: it was there when the logits were checked
         self._parameters = layer.weight, layer.bias
@@ -202,32 +218,52 @@ class Accelerated:
 
     def _begin(self, model: Any, processors: Any, config: Any) -> _Run:
         """The contract of one `_sample` call."""
-        needed = self._needed(model, processors, config)
-        if isinstance(needed, str):
-            return _Run(self, model, reason=needed)
+        contract = self._contract(model, processors, config)
+        if isinstance(contract, str):
+            return _Run(self, model, reason=contract)
         started = time.perf_counter()
         reason = self._moved(model) or self._rewritten()
         self._count(None, time.perf_counter() - started, steps=0)
-        return _Run(self, model, k=needed, reason=reason)
+        return _Run(self, model, contract, reason=reason)
 
-    def _needed(self, model: Any, processors: Any, config: Any) -> int | str:
-        """How many of the largest logits the loop can look at: k, 0 for plain greedy, or why that is not known.
+    def _contract(self, model: Any, processors: Any, config: Any) -> _Contract | str:
+        """What the loop can look at, or why that is not known.
 
         A positive temperature keeps the order of logits; a top-k filter with -inf then leaves the same row whether the
-        others were finite or -inf, so the rest of the list does not matter.
+        others were finite or -inf, so the rest of the list does not matter. So does a min-p filter. A processor that
+        changes no more than a known set of ids leaves the order of the others: its ids are scored whatever they are.
         """
-        if self.head.spec.rows.kind != "float32":
-            return f"{self.head.spec.rows.kind} output layer"
         if _transform(model) != self._transform:
             return "scale or soft cap changed"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores or logits returned"
+        temperature = 1.0
+        touched: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        contract: _Contract | str = "sampling without top_k" if config.do_sample else _Contract()
         for processor in processors:
-            if type(processor) is TopKLogitsWarper and processor.filter_value == -float("inf"):
-                return min(int(processor.top_k), self.head.spec.n_rows)
-            if type(processor) is not TemperatureLogitsWarper or not processor.temperature > 0:
-                return type(processor).__name__
-        return "sampling without top_k" if config.do_sample else 0
+            kind = type(processor)
+            if kind is TemperatureLogitsWarper and processor.temperature > 0:
+                temperature *= float(processor.temperature)
+            elif kind is TopKLogitsWarper and processor.filter_value == -float("inf"):
+                contract = _Contract(k=min(int(processor.top_k), self.head.spec.n_rows))
+                break
+            elif kind is MinPLogitsWarper and processor.filter_value == -float("inf"):
+                if not 0 < processor.min_p <= 1 or processor.min_tokens_to_keep > 1 or self._transform[1] or touched:
+                    return kind.__name__
+                contract = _Contract(margin=-temperature * math.log(processor.min_p), temperature=temperature)
+                break
+            elif kind in _TOUCHES:
+                touched.append(functools.partial(_TOUCHES[kind], processor))
+            else:
+                return kind.__name__
+        if isinstance(contract, str):
+            return contract
+        contract.touched = tuple(touched)
+        if self.reference == "model":
+            narrow = self.head.spec.rows.kind
+            if contract != _Contract() or self._transform != (1.0, None) or self.layer.bias is not None:
+                return f"{narrow} output layer"
+        return contract
 
     def _moved(self, model: Any) -> str | None:
         """Is this still the layer that was indexed? Microseconds, at each step. (In-place writes raise _version.)"""
@@ -268,7 +304,7 @@ class Accelerated:
             return "forward replaced"  # as above
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             return "several positions"
-        if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        if hidden.dtype != self._parameters[0].dtype or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return "autocast"
         if torch.is_grad_enabled() and (hidden.requires_grad or self.layer.weight.requires_grad):
             return "gradients"
@@ -292,9 +328,20 @@ class Accelerated:
 
     def _sparse_row(self, run: _Run, hidden: torch.Tensor) -> torch.Tensor | str:
         """(B, 1, V): the certified logits, -inf elsewhere. Or the reason why that would not do."""
+        states, contract = hidden[:, 0], run.contract
+        n = len(states)
+        forced: list[NDArray[np.int64]] | None = None
+        if contract.touched:
+            found = run.touched_ids(n, self.head.spec.n_rows)
+            if isinstance(found, str):
+                return found
+            forced = found
         with self._lock:
-            top = self.last = self.head.top_k(hidden[:, 0], max(run.k, 1), ties=run.k > 0)
-        values = np.concatenate(list(top.logits))
+            answer = self._answer(contract, states, forced)
+        if isinstance(answer, str):
+            return answer
+        ids, logits = answer
+        values = np.concatenate(logits)
         scale, softcap = self._transform
         if softcap is not None:
             # the cap turns -inf into -cap, which has to stay below all certified logits
@@ -302,10 +349,56 @@ class Accelerated:
                 return "soft cap saturated"
         elif not np.abs(values).max() * max(scale, 1.0) < _LARGEST:
             return "logits overflow"
-        row = hidden.new_full((len(top.ids), 1, self.layer.weight.shape[0]), -float("inf"))
-        states = np.repeat(np.arange(len(top.ids)), [len(ids) for ids in top.ids])
-        row.numpy()[states, 0, np.concatenate(list(top.ids))] = values
+        row = states.new_full((n, 1, self.layer.weight.shape[0]), -float("inf"), dtype=torch.float32)
+        row.numpy()[np.repeat(np.arange(n), [len(some) for some in ids]), 0, np.concatenate(ids)] = values
         return row
+
+    def _answer(
+        self, contract: _Contract, states: torch.Tensor, forced: list[NDArray[np.int64]] | None
+    ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]] | str:
+        """Ids and logits of each state that the loop can look at."""
+        head = self.head
+        if self.reference == "model":
+            if not self._keeps_bound(states):
+                return "arithmetic of the model's head"
+            best = self.last = head.model_argmax(states)
+            if (best.ids < 0).any():
+                return "rounding does not decide"
+            return list(best.ids[:, None]), list(best.logits[:, None])
+        if contract.margin is not None:
+            # the warper's own edge is in float32 and divides by another sum: rows next to it are its to decide
+            edge = 1e-4 * contract.temperature
+            near = self.last = head.within(states, (contract.margin + edge) / self._transform[0])
+            for some in near.logits:
+                gap = (some[0] - some) * self._transform[0] - contract.margin
+                if (np.abs(gap) < edge).any() and contract.margin > 0:
+                    return "edge of min-p"
+            return near.ids, near.logits
+        allowed = None
+        if forced is not None:
+            allowed = np.ones((len(states), head.spec.n_rows), bool)
+            for b, touched in enumerate(forced):
+                allowed[b, touched] = False
+            if not allowed.any(axis=1).all():
+                return "every id is touched"
+        top = self.last = head.top_k(
+            states, max(contract.k, 1), ties=contract.k > 0 or forced is not None, allowed=allowed
+        )
+        ids, logits = list(top.ids), list(top.logits)
+        for b, extra in enumerate(forced or []):
+            if len(extra):
+                ids[b] = np.concatenate([ids[b], extra])
+                logits[b] = np.concatenate([logits[b], head.scores(states[b : b + 1], extra[None]).logits[0]])
+        return ids, logits
+
+    def _keeps_bound(self, states: torch.Tensor) -> bool:
+        """Whether the stock head's logits lie within the bound on its arithmetic. torch chooses its kernel by the
+        shape, so this looks once for each batch size, at every row of the first states that come with it."""
+        n = len(states)
+        if n not in self._shapes:
+            stock = nn.functional.linear(states[:, None], self.layer.weight)[:, 0].to(torch.float64).numpy()
+            self._shapes[n] = keeps_bound(self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock)
+        return self._shapes[n]
 
     def _count(self, reason: str | None, seconds: float, steps: int = 1) -> None:
         with self._lock:
@@ -318,23 +411,63 @@ class Accelerated:
 
 
 @dataclasses.dataclass
+class _Contract:
+    """What a decoding loop can look at, of each row: the k largest logits with those equal to the k-th (0: one, the
+    largest), or all within `margin` of the largest; and in any case the ids that `touched` gives for the ids so far."""
+
+    k: int = 0
+    margin: float | None = None
+    temperature: float = 1.0
+    touched: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+
+
+# The ids that a processor can change, for rows of ids (B, n): (B, m), or (m,) for all rows. All other logits pass as
+# they are, or all become -inf.
+_TOUCHES: dict[type[Any], Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    process.RepetitionPenaltyLogitsProcessor: lambda _, ids: ids,
+    process.NoRepeatNGramLogitsProcessor: lambda _, ids: ids,
+    process.SequenceBiasLogitsProcessor: lambda p, _: torch.tensor([sequence[-1] for sequence in p.sequence_bias]),
+    process.NoBadWordsLogitsProcessor: lambda p, _: torch.tensor([sequence[-1] for sequence in p.sequence_bias]),
+    process.MinLengthLogitsProcessor: lambda p, _: p.eos_token_id,
+    process.MinNewTokensLengthLogitsProcessor: lambda p, _: p.eos_token_id,
+    process.SuppressTokensLogitsProcessor: lambda p, _: p.suppress_tokens,
+    process.SuppressTokensAtBeginLogitsProcessor: lambda p, _: p.begin_suppress_tokens,
+    process.ForcedBOSTokenLogitsProcessor: lambda p, _: torch.tensor([p.bos_token_id]),
+    process.ForcedEOSTokenLogitsProcessor: lambda p, _: p.eos_token_id,
+}
+
+
+@dataclasses.dataclass
 class _Run:
     """One decoding loop of one model in one thread.
 
-    k: logits needed, 0 for plain greedy. reason: why every step is dense, or None. armed: the loop has prepared a
-    forward pass that has not reached the head yet. Only such a pass may be answered sparsely, so a model that is called
-    from a stopping criterion or a streamer meets its stock layer.
+    contract: what it can look at. input_ids: those of the step, (B, n). reason: why every step is dense, or None. armed:
+    the loop has prepared a forward pass that has not reached the head yet. Only such a pass may be answered sparsely, so
+    a model that is called from a stopping criterion or a streamer meets its stock layer.
     """
 
     state: Accelerated
     model: Any
-    k: int = 0
+    contract: _Contract = dataclasses.field(default_factory=_Contract)
     reason: str | None = None
     armed: bool = False
+    input_ids: Any = None
 
-    def arm(self) -> None:
+    def arm(self, input_ids: Any) -> None:
         self.close()
-        self.armed = True
+        self.armed, self.input_ids = True, input_ids
+
+    def touched_ids(self, n_states: int, n_rows: int) -> list[NDArray[np.int64]] | str:
+        """For each state the ids that the processors can change."""
+        ids = self.input_ids
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != n_states:
+            return "ids so far not known"
+        found = []
+        for touches in self.contract.touched:
+            some = touches(ids)
+            found.append(some.reshape(1, -1).expand(n_states, -1) if some.dim() < 2 else some)
+        rows = torch.cat([some.to(torch.int64) for some in found], dim=1).numpy()
+        return [np.unique(row[(row >= 0) & (row < n_rows)]) for row in rows]
 
     def close(self) -> None:
         """Counts a pass that did not come to our layer: it was replaced, or the model is compiled."""
@@ -407,7 +540,7 @@ def _certified_class(base: type[Any]) -> type[Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = _thread.run
         if run is not None and run.model is self:
-            run.arm()
+            run.arm(args[0] if args else kwargs.get("input_ids"))
         return base.prepare_inputs_for_generation(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -537,8 +670,12 @@ def _identity(parameter: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 def _contents(weight: torch.Tensor, bias: torch.Tensor | None) -> bytes:
     """A sum over the bits of each row, and the bias: enough to notice any write that is not made to deceive."""
-    if weight.dtype != torch.float32:
+
+    def numbers(tensor: torch.Tensor) -> NDArray[Any]:
+        return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return b""
-    rows = weight.detach().numpy()
-    bits = np.ascontiguousarray(rows).view(np.int64 if rows.shape[1] % 2 == 0 else np.int32)
-    return bits.sum(axis=1, dtype=bits.dtype).tobytes() + (b"" if bias is None else bias.detach().numpy().tobytes())
+    rows = np.ascontiguousarray(numbers(weight))
+    bits = rows.view(np.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
+    return bits.sum(axis=1, dtype=np.int64).tobytes() + (b"" if bias is None else numbers(bias).tobytes())

@@ -1,0 +1,137 @@
+"""What a head in float32, float16 or bfloat16 returns, from bounds on its arithmetic. docs/mathematics.md, section 11.
+
+The model's logit is z_i = round(a_i), where a_i is a sum of float32 operations: the d products, each rounded at most
+once, added in any order and any blocking, without or with fused multiply-add, subnormal numbers kept or flushed. Then
+
+    |a_i - s_i| <= alpha_i = gamma32(d + 1) sum_j |w_ij h_j| + 2 d 2^-126
+
+and round() is monotone, so z_i lies between the rounded ends of [s_i - alpha_i, s_i + alpha_i].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import modes
+from .bounds.rounding import INFLATE, RELATIVE, gamma
+from .scan import Scan, exact_rows
+
+if TYPE_CHECKING:
+    from .kernels import Kernels
+    from .spec import HeadSpec
+
+__all__ = ["keeps_bound", "logit_interval", "narrow", "rounded_argmax", "sum_error"]
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+_U32 = 2.0**-24
+
+
+def _gamma32(n: int) -> float:
+    return n * _U32 / (1 - n * _U32) * (1 + RELATIVE)
+
+
+def sum_error(width: int, magnitude: F64) -> F64:
+    """alpha for sums of absolute values of at most `magnitude`."""
+    return np.asarray(magnitude * _gamma32(width + 1) * INFLATE + 2 * width * 2.0**-126)
+
+
+def narrow(x: F32, kind: str) -> F64:
+    """float32 numbers rounded to a type, to nearest, ties to even."""
+    if kind == "float32":
+        return x.astype(np.float64)
+    if kind == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float64)
+    bits = x.view(np.uint32)
+    bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def _float32(x: F64, up: bool) -> F32:
+    """The nearest float32 number that is not below (up) or not above."""
+    with np.errstate(over="ignore"):
+        near = x.astype(np.float32)
+    wrong = near.astype(np.float64) < x if up else near.astype(np.float64) > x
+    return np.where(wrong, np.nextafter(near, np.float32(np.inf if up else -np.inf)), near).astype(np.float32)
+
+
+def logit_interval(value: F64, error: F64, kind: str) -> tuple[F64, F64]:
+    """Smallest and largest z for a sum within `error` of `value`."""
+    slack = error + RELATIVE * np.abs(value)
+    return narrow(_float32(value - slack, False), kind), narrow(_float32(value + slack, True), kind)
+
+
+def _half_step_below(z: float, kind: str) -> float:
+    """A number below which everything rounds to less than z (and not to z)."""
+    if kind == "float32":
+        below = float(np.nextafter(np.float32(z), np.float32(-np.inf)))
+    elif kind == "float16":
+        below = float(np.nextafter(np.float16(z), np.float16(-np.inf)))
+    else:
+        bits = int(np.float32(z).view(np.uint32)) >> 16
+        bits = 0x8001 if bits in (0, 0x8000) else bits - 1 if bits < 0x8000 else bits + 1
+        below = float(np.uint32(bits << 16).view(np.float32))
+    return (below + z) / 2 if math.isfinite(below) else -math.inf
+
+
+def rounded_argmax(scan: Scan, largest_norm: float) -> tuple[I64, F64, F64, F64]:
+    """For each state the smallest id among the largest z, or -1; its score; and the certificate's threshold and largest
+    bound left: every row with a bound below the threshold rounds to less than the largest z."""
+    spec, n = scan.spec, len(scan)
+    kind, width = spec.rows.kind, spec.width
+    # `score_error` is its factor times the sum of absolute values, and more: so this is at least that sum
+    g = gamma(math.ceil(width / 16) + 5)
+    size = np.sqrt(np.einsum("ij,ij->i", scan.h, scan.h)) * INFLATE
+    reach = sum_error(width, largest_norm * size)  # of any row, by Cauchy-Schwarz
+    ids, value_of = np.full(n, -1, np.int64), np.zeros(n)
+    threshold, left = np.full(n, -np.inf), np.full(n, np.inf)
+    modes.top(scan, range(n), np.ones(n, np.int64))
+    for b in range(n):
+        found, low, high, _ = _intervals(scan, b, g, kind)
+        threshold[b] = _half_step_below(float(low.max()), kind) - reach[b]
+    scan.open(threshold)
+    for b in range(n):
+        left[b] = scan.unopened(b)
+        found, low, high, value = _intervals(scan, b, g, kind)
+        best = float(low.max())
+        if not (threshold[b] > left[b] or left[b] == -np.inf) or not np.isfinite(high).all():
+            continue
+        sure = (low == best) & (high == best)
+        if not sure.any():
+            first = int(np.argmax(low))
+            if np.sum(high >= best) == 1:  # nobody else comes near, whatever its own rounding
+                ids[b], value_of[b] = found[first], value[first]
+            continue
+        winner = int(np.nonzero(sure)[0][np.argmin(found[sure])])
+        # another row may tie only behind it, and may not be above
+        open_ = (high > best) | ((high == best) & (low < best) & (found < found[winner]))
+        if not open_.any():
+            ids[b], value_of[b] = found[winner], value[winner]
+    return ids, value_of, threshold, left
+
+
+def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64) -> bool:
+    """Whether the logits (B, V) that a head computed for states h (B, d) lie where `logit_interval` says, every one."""
+    g = gamma(math.ceil(spec.width / 16) + 5)
+    ids = np.arange(spec.n_rows)
+    for b in range(len(h)):
+        value, error = exact_rows(spec, kernels, h[b : b + 1], ids)
+        low, high = logit_interval(value, error + sum_error(spec.width, error / g * INFLATE), spec.rows.kind)
+        inside = (logits[b, : spec.n_rows] >= low) & (logits[b, : spec.n_rows] <= high)
+        if not inside.all():
+            return False
+    return True
+
+
+def _intervals(scan: Scan, b: int, g: float, kind: str) -> tuple[I64, F64, F64, F64]:
+    ids, value, error = scan.scored(b)
+    alpha = sum_error(scan.spec.width, error / g * INFLATE)
+    low, high = logit_interval(value, error + alpha, kind)
+    return ids, low, high, value
