@@ -8,13 +8,26 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .certificate import Certificate, Certificates, Statistics, TopK
+from .certificate import (
+    Certificate,
+    Certificates,
+    Draw,
+    LogPartition,
+    LogProbs,
+    ModelArgmax,
+    Scores,
+    Softmax,
+    Statistics,
+    TopK,
+    Within,
+)
 from .head import CertifiedHead
 from .index import Index, StaleIndexError
 from .index.build import build_index
 from .index.storage import IndexFileError, load_index
 from .index.verify import verify_index
 from .kernels import simd_info
+from .perplexity import Perplexity, perplexity
 from .spec import HeadSpec
 from .verify import VerificationError, VerificationReport, verify
 
@@ -27,17 +40,26 @@ __all__ = [
     "Certificate",
     "Certificates",
     "CertifiedHead",
+    "Draw",
     "HeadSpec",
     "Index",
     "IndexFileError",
+    "LogPartition",
+    "LogProbs",
+    "ModelArgmax",
+    "Perplexity",
+    "Scores",
+    "Softmax",
     "StaleIndexError",
     "Statistics",
     "TopK",
     "VerificationError",
     "VerificationReport",
+    "Within",
     "accelerate",
     "build_index",
     "load_index",
+    "perplexity",
     "restore",
     "simd_info",
     "verify",

@@ -312,6 +312,8 @@ class CertifiedHead:
             order = rank(found, value, error, min(k, len(found)), scan.h[b], self.spec.rows.float32, self.spec.bias32)
             ragged.append((found[order], self.spec.finish(value[order])))
             errors[b] = error[order].max()
+            if bars[b] == -np.inf:  # fewer than k are allowed, and all of them are scored
+                bars[b] = (value - error).min()
             order = order[:k]
             ids[b, : len(order)], logits[b, : len(order)] = found[order], self.spec.finish(value[order])
         left = np.array([scan.unopened(b) for b in range(n)])

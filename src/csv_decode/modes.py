@@ -101,16 +101,18 @@ class Mass:
     """
 
     def __init__(self, scan: Scan, b: int, t: float) -> None:
+        largest = float(scan.scored(b)[1].max())
+        start = float(np.float32(largest))  # so that the kernels and this agree on it
+        if abs(start - largest) > t / 8:
+            scan.dense(b, "temperature below rounding")
+            start = float(scan.scored(b)[1].max())
         self.ids, self.value, error = scan.scored(b)
-        self.spread = error
-        self.t = t
-        # a float32, so that the kernels and this agree on it
-        self.start = float(np.float32(self.value.max()))
+        self.spread, self.t, self.start = error, t, start
         with np.errstate(under="ignore", over="ignore"):
             self.weights = np.exp((self.value - self.start) / t)
         self.scored = float(self.weights.sum())
         # e^x moves by its argument's error: that of the score, of the subtraction and of the division
-        reach = self.value > self.start - 750 * t
+        reach = self.value >= self.start - 750 * t
         argument = (error + RELATIVE * (np.abs(self.value) + abs(self.start)))[reach].max() / t
         self.error = math.expm1(min(argument, 700.0)) + _EXP
         self.rate = _RATE / t

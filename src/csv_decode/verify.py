@@ -1,15 +1,22 @@
-"""The sceptic's checker: is this really the top-k? It shares no code with the cascade and reads no index."""
+"""The sceptic's checker: is this really the answer? It shares no code with the cascade and reads no index.
+
+(Noise is recomputed from its definition in numpy; the kernels have their own.)
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .certificate import TopK
+from .certificate import Certificate, Draw, LogPartition, LogProbs, Softmax, TopK, Within
 from .kernels import require_ieee
+from .noise import gumbel
 from .spec import Array, HeadSpec, as_states
 
 __all__ = ["VerificationError", "VerificationReport", "verify"]
@@ -41,15 +48,23 @@ def _exact(row: F64, h: F64, bias: float) -> Fraction:
     return Fraction(sum(p[0] * q[0] * (common // (p[1] * q[1])) for p, q in ratios), common)
 
 
-def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationReport:
-    """Checks a `top_k` result against all rows of the head, in exact arithmetic where it matters.
+Result = TopK | Draw | Within | Softmax | LogPartition | LogProbs
+
+
+def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> VerificationReport:
+    """Checks a result of `CertifiedHead` against all rows of the head, in exact arithmetic where it matters.
 
     A float64 product of every row with every state, with the bound ``gamma(d + 2) sum |w_j h_j|`` on its error, decides
-    all comparisons that are clear; the others are decided by exact rational sums. Checked for each state: the ids
-    are distinct and valid; they are in order (larger logit, then smaller id); no other row beats the last of them;
-    logits are within their stated error; with ties, all rows equal to the k-th are there; a certificate that claims to
-    be certified has threshold > max_unopened, no returned score below threshold, and has scored as many rows as have a
-    score above max_unopened.
+    all comparisons that are clear; the others are decided by exact rational sums. For each state
+
+    - top-k: the ids are distinct, valid and allowed; they are in order (larger logit, then smaller id); no other
+      allowed row beats the last of them; logits are within their stated error; with ties, all rows equal to the k-th
+      are there; a certificate that claims to be certified has threshold > max_unopened, no returned score below
+      threshold, and has scored as many rows as have a score above max_unopened;
+    - a draw: the id is the one that the race over the whole vocabulary picks, from its definition in numpy;
+    - within: no id is missing, and none is farther from the largest;
+    - softmax: the total variation distance from the whole one is at most tv_bound;
+    - log partition, log-probabilities: the interval contains the float64 value, within its own rounding.
 
     Returns a report, or raises VerificationError naming the state and the rows.
     """
@@ -57,8 +72,8 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
     spec = HeadSpec.of(spec)
     h = as_states(hidden, spec.width)
     n, width = spec.n_rows, spec.width
-    if len(h) != len(top.ids):
-        raise VerificationError(f"result has {len(top.ids)} states, but {len(h)} were given")
+    if len(h) != len(result.certificates):
+        raise VerificationError(f"result has {len(result.certificates)} states, but {len(h)} were given")
     bias = np.zeros(n) if spec.bias32 is None else spec.bias32[:n].astype(np.float64)
     g = (width + 3) * 2.0**-53
     g = g / (1 - g) * 1.01
@@ -70,73 +85,227 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
         error[:, part] = g * (np.abs(h) @ np.abs(rows.T) + np.abs(bias[part])) + width * 2.0**-1070
     comparisons, worst = 0, 0.0
     for b in range(len(h)):
-        comparisons += _verify_state(top, b, h[b], spec, bias, value[b], error[b])
-        ids = np.asarray(top.ids[b])
-        worst = max(worst, float(np.max(np.abs(spec.finish(value[b, ids]) - top.logits[b]))))
+        rows_of = _Rows(spec, h[b], bias, value[b], error[b])
+        bits = None if isinstance(result, LogProbs) or result.allowed is None else result.allowed[b]
+        if bits is not None:
+            out = np.unpackbits(bits.view(np.uint8), count=n, bitorder="little") == 0
+            rows_of.allowed = ~out
+        worst = max(worst, _CHECKS[type(result)](result, b, rows_of))
+        comparisons += rows_of.comparisons
     return VerificationReport(len(h), n, comparisons, worst)
 
 
-def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F64, error: F64) -> int:
+class _Rows:
+    """All rows for one state: values with errors, and exact scores on demand."""
+
+    def __init__(self, spec: HeadSpec, h: F64, bias: F64, value: F64, error: F64) -> None:
+        self.spec, self.h, self.bias, self.value, self.error = spec, h, bias, value, error
+        self.allowed = np.ones(len(value), bool)
+        self.comparisons = 0
+        self._exact: dict[int, Fraction] = {}
+
+    def exact(self, i: int) -> Fraction:
+        if i not in self._exact:
+            if len(self._exact) > 4096:
+                self._exact.clear()
+            row = self.spec.rows.float32(np.array([i]))[0].astype(np.float64)
+            self._exact[i] = _exact(row, self.h, float(self.bias[i]))
+        return self._exact[i]
+
+    def compare(self, i: int, j: int, extra: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0))) -> int:
+        """Sign of score_i + extra_0 - (score_j + extra_1)."""
+        a, b = self.value[i] + float(extra[0]), self.value[j] + float(extra[1])
+        slack = (
+            self.error[i] + self.error[j] + 2.0**-50 * (abs(a) + abs(b) + abs(float(extra[0])) + abs(float(extra[1])))
+        )
+        if not any(extra):
+            slack = self.error[i] + self.error[j]
+        if abs(a - b) > slack:
+            return 1 if a > b else -1
+        self.comparisons += 1
+        difference = self.exact(i) + extra[0] - self.exact(j) - extra[1]
+        return (difference > 0) - (difference < 0)
+
+    def logits(self) -> tuple[F64, F64]:
+        """Of allowed rows, -infinity for others; and a bound on their errors."""
+        spec = self.spec
+        logits = np.where(self.allowed, spec.finish(self.value), -np.inf)
+        return logits, self.error * spec.scale + 2.0**-50 * np.abs(spec.finish(self.value))
+
+    def log_partition(self, temperature: float) -> tuple[float, float]:
+        """Value and a bound on its error."""
+        logits, error = self.logits()
+        x = logits / temperature
+        top = float(x.max())
+        total = float(np.exp(x - top).sum())
+        near = x > top - 745
+        return top + math.log(total), float(error[near].max()) / temperature + 1e-13 * (1 + abs(top))
+
+
+def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
+    t, n = float(draw.temperature[b]), len(rows.value)
+    ids = np.nonzero(rows.allowed)[0]
+    got = int(draw.ids[b])
+    if not 0 <= got < n or not rows.allowed[got]:
+        raise VerificationError(f"state {b}: id {got} is not an allowed id below {n}")
+    logits, error = rows.logits()
+    order = ids[np.lexsort((ids, -logits[ids]))]
+    keep = order
+    if draw.top_k[b] > 0:
+        last = order[min(int(draw.top_k[b]), len(order)) - 1]
+        near = [int(i) for i in order if abs(logits[i] - logits[last]) <= error[i] + error[last]]
+        keep = np.array(
+            [i for i in order if (rows.compare(int(i), int(last)) >= 0 if i in near else logits[i] > logits[last])]
+        )
+    unsure = np.zeros(len(keep), bool)  # within 10^-11 of an edge: ours to define
+    if draw.top_p[b] < 1:
+        weight = np.exp((logits[keep] - logits[keep[0]]) / t)
+        before = np.concatenate([[0.0], np.cumsum(weight)[:-1]]) / weight.sum()
+        unsure |= np.abs(before - draw.top_p[b]) < 1e-11
+        inside = (before < draw.top_p[b]) | unsure
+        keep, unsure = keep[inside], unsure[inside]
+    if draw.min_p[b] > 0:
+        gap = (logits[keep] - logits[keep[0]]) / t - math.log(draw.min_p[b])
+        unsure |= np.abs(gap) < 1e-11 * max(1.0, float(np.abs(logits[keep]).max()) / t)
+        inside = (gap >= 0) | unsure
+        keep, unsure = keep[inside], unsure[inside]
+    unsure[keep == order[0]] = False
+    if got not in keep:
+        raise VerificationError(f"state {b}: id {got} is outside of the set that top-k, top-p and min-p leave")
+    noise = gumbel(int(draw.seed[b]), int(draw.stream[b]), int(draw.position[b]), keep)
+    factor = Fraction(t) / Fraction(rows.spec.scale)
+    at = int(np.nonzero(keep == got)[0][0])
+    key = rows.value[keep] + t / rows.spec.scale * noise
+    slack = rows.error[keep] + 2.0**-48 * (np.abs(rows.value[keep]) + t / rows.spec.scale * np.abs(noise))
+    for i in np.nonzero((key + slack >= key[at] - slack[at]) & ~unsure)[0].tolist():
+        if i == at:
+            continue
+        sign = rows.compare(int(keep[i]), got, (factor * Fraction(noise[i]), factor * Fraction(noise[at])))
+        if sign > 0 or (sign == 0 and keep[i] < got):
+            raise VerificationError(f"state {b}: the race goes to id {keep[i]}, not to id {got}")
+    off = abs(float(rows.spec.finish(rows.value[got : got + 1])[0]) - float(draw.logits[b]))
+    if not off <= 2 * error[got]:
+        raise VerificationError(f"state {b}: the logit of id {got} is {off:.3g} away from its value")
+    _check_certificate(draw.certificates[b], b)
+    return off
+
+
+def _check_certificate(certificate: Certificate, b: int) -> None:
+    if (
+        certificate.certified
+        and certificate.max_unopened > -np.inf
+        and not certificate.threshold > certificate.max_unopened
+    ):
+        raise VerificationError(
+            f"state {b}: threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}"
+        )
+
+
+def _verify_within(near: Within, b: int, rows: _Rows) -> float:
+    logits, error = rows.logits()
+    ids = near.ids[b]
+    edge = logits.max() - near.margin[b]
+    slack = error + 1e-11 * (np.abs(logits.max()) + near.margin[b])
+    must, may = np.nonzero(logits >= edge + slack)[0], logits >= edge - 4 * slack
+    missing = np.setdiff1d(must, ids)
+    if len(missing):
+        raise VerificationError(f"state {b}: id {missing[0]} is missing, its logit is within {near.margin[b]}")
+    if len(set(ids.tolist())) != len(ids) or not may[ids].all():
+        raise VerificationError(
+            f"state {b}: an id is there twice, or is farther than {near.margin[b]} from the largest"
+        )
+    return float(np.abs(logits[ids] - near.logits[b]).max())
+
+
+def _verify_softmax(soft: Softmax, b: int, rows: _Rows) -> float:
+    logits, _ = rows.logits()
+    z, error = rows.log_partition(float(soft.temperature[b]))
+    q = np.zeros(len(logits))
+    q[soft.ids[b]] = soft.probabilities[b]
+    if len(set(soft.ids[b].tolist())) != len(soft.ids[b]) or not (q >= 0).all() or abs(q.sum() - 1) > 1e-9:
+        raise VerificationError(f"state {b}: the probabilities are not a distribution over distinct ids")
+    distance = float(np.abs(np.exp(logits / soft.temperature[b] - z) - q).sum()) / 2
+    if not distance <= soft.tv_bound[b] + 2 * error + 1e-12:
+        raise VerificationError(f"state {b}: total variation {distance} is above its bound {soft.tv_bound[b]}")
+    return 0.0
+
+
+def _inside(b: int, what: str, low: F64, high: F64, value: F64, error: float) -> None:
+    if not ((low <= value + error) & (value - error <= high) & (low <= high)).all():
+        raise VerificationError(f"state {b}: {what} {value} is not in [{low}, {high}]")
+
+
+def _verify_log_partition(z: LogPartition, b: int, rows: _Rows) -> float:
+    value, error = rows.log_partition(float(z.temperature[b]))
+    _inside(b, "the log partition", z.low[b], z.high[b], np.float64(value), error)
+    return 0.0
+
+
+def _verify_log_probs(probs: LogProbs, b: int, rows: _Rows) -> float:
+    value, error = rows.log_partition(1.0)
+    logits, each = rows.logits()
+    ids = probs.ids[b]
+    _inside(b, "a log-probability", probs.low[b], probs.high[b], logits[ids] - value, error + float(each[ids].max()))
+    return 0.0
+
+
+def _verify_top_k(top: TopK, b: int, rows: _Rows) -> float:
     ids = np.asarray(top.ids[b])
-    n, k = len(value), top.k
+    spec, value, error = rows.spec, rows.value, rows.error
+    n, k = len(value), min(top.k, int(rows.allowed.sum()))
 
     def fail(what: str) -> VerificationError:
         return VerificationError(f"state {b}: {what}")
 
+    if k < top.k and not isinstance(top.ids, list):
+        if (ids[k:] != -1).any() or (np.asarray(top.logits[b])[k:] != -np.inf).any():
+            raise fail(f"only {k} ids are allowed, so what follows them should be -1")
+        ids = ids[:k]
     if len(ids) < k or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
         raise fail(f"ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
-    count, mine = 0, set(ids.tolist())
-    returned: dict[int, Fraction] = {}
-
-    def exact(i: int) -> Fraction:
-        if i in returned:
-            return returned[i]
-        row = spec.rows.float32(np.array([i]))[0].astype(np.float64)
-        score = _exact(row, h, float(bias[i]))
-        if i in mine:
-            returned[i] = score
-        return score
-
-    def compare(i: int, j: int) -> int:
-        """Sign of score_i - score_j."""
-        nonlocal count
-        if abs(value[i] - value[j]) > error[i] + error[j]:
-            return 1 if value[i] > value[j] else -1
-        count += 1
-        difference = exact(i) - exact(j)
-        return (difference > 0) - (difference < 0)
-
+    if not rows.allowed[ids].all():
+        raise fail(f"id {ids[~rows.allowed[ids]][0]} is not allowed")
     for i, j in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
-        sign = compare(i, j)
+        sign = rows.compare(i, j)
         if sign < 0 or (sign == 0 and i > j):
             raise fail(f"id {i} stands before id {j}, which has {'the larger logit' if sign < 0 else 'the smaller id'}")
     last = int(ids[k - 1])
-    others = np.ones(n, bool)
+    others = rows.allowed.copy()
     others[ids] = False
     near = np.nonzero(others & (value + error >= value[last] - error[last]))[0]
     with_ties = isinstance(top.ids, list)
     for j in near.tolist():
-        sign = compare(j, last)
+        sign = rows.compare(j, last)
         if sign > 0 or (sign == 0 and (with_ties or j < last)):
             raise fail(f"id {j} is missing: its logit is {'above' if sign > 0 else 'equal to'} that of id {last}")
     for extra in ids[k:].tolist():
-        if compare(extra, last) != 0:
+        if rows.compare(extra, last) != 0:
             raise fail(f"id {extra} is no tie of id {last}")
     stated = float(top.logit_error[b])
-    off = np.abs(spec.finish(value[ids]) - np.asarray(top.logits[b]))
+    off = np.abs(spec.finish(value[ids]) - np.asarray(top.logits[b])[: len(ids)])
     allowed = (stated + error[ids]) * spec.scale + 1e-12 * np.abs(spec.finish(value[ids]))
     if not (np.isfinite(stated) and stated >= 0 and (off <= allowed).all()):  # NaN is no logit
         raise fail(f"a logit is {off.max():.3g} away from its value, stated error {stated:.3g}")
     certificate = top.certificates[b]
     if certificate.certified:
-        if not certificate.threshold > certificate.max_unopened:
+        if not certificate.threshold > certificate.max_unopened and certificate.max_unopened > -np.inf:
             raise fail(f"threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}")
         if certificate.threshold > value[last] + error[last]:
             raise fail(f"threshold {certificate.threshold} is above the k-th score {value[last]}")
-        above = int(np.sum(value - error > certificate.max_unopened))
+        above = int(np.sum(rows.allowed & (value - error > certificate.max_unopened)))
         if certificate.rows_scored < above:
             raise fail(
                 f"{above} rows have scores above max_unopened {certificate.max_unopened}, "
                 f"but only {certificate.rows_scored} rows were scored"
             )
-    return count
+    return float(off.max())
+
+
+_CHECKS: dict[type[Any], Callable[[Any, int, _Rows], float]] = {
+    TopK: _verify_top_k,
+    Draw: _verify_draw,
+    Within: _verify_within,
+    Softmax: _verify_softmax,
+    LogPartition: _verify_log_partition,
+    LogProbs: _verify_log_probs,
+}

@@ -441,9 +441,9 @@ _TOUCHES: dict[type[Any], Callable[[Any, torch.Tensor], torch.Tensor]] = {
 class _Run:
     """One decoding loop of one model in one thread.
 
-    contract: what it can look at. input_ids: those of the step, (B, n). reason: why every step is dense, or None. armed:
-    the loop has prepared a forward pass that has not reached the head yet. Only such a pass may be answered sparsely, so
-    a model that is called from a stopping criterion or a streamer meets its stock layer.
+    contract: what it can look at. input_ids: those of the step, (B, n). reason: why every step is dense, or None.
+    armed: the loop has prepared a forward pass that has not reached the head yet. Only such a pass may be answered
+    sparsely, so a model that is called from a stopping criterion or a streamer meets its stock layer.
     """
 
     state: Accelerated
