@@ -418,7 +418,8 @@ class CertifiedHead:
             ids.append(mass.ids[order])
             probabilities.append(weights / weights.sum())
             # the weights' own rounding moves the distribution too
-            bound[b] = min(1.0, mass.rest / (mass.low + mass.rest) * (1 + 2.0**-40) + 2 * mass.error)
+            missing = mass.rest / (mass.low + mass.rest) if mass.rest > 0 else 0.0
+            bound[b] = min(1.0, missing * (1 + 2.0**-40) + 2 * mass.error)
         certificates = dataclasses.replace(
             certificates, tv_bound=bound, certified=certificates.certified & (bound <= eps)
         )
