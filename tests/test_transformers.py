@@ -73,6 +73,7 @@ LEFT_PADDED = {
 }
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 SAMPLING = {"do_sample": True, "top_k": 50, "max_new_tokens": 8}
+STATES = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +192,60 @@ def test_one_prompt_long_prefill_in_chunks_and_no_cache(pair):
     assert_certified(stock, fast, inputs=inputs, use_cache=False, **GREEDY)
 
 
+@pytest.mark.parametrize("base", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 4},
+        {"min_length": 9},
+        {"suppress_tokens": [5, 77, 1499]},
+        {"begin_suppress_tokens": [3, 300]},
+        {"forced_eos_token_id": 2},
+        {"sequence_bias": [[[7], 9.0], [[8, 9], 50.0], [[300], -9.0]]},
+        {"bad_words_ids": [[5], [9, 300]]},
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "sequence_bias": [[[7], 4.0]]},
+    ],
+    ids=str,
+)
+def test_processors_that_change_known_ids_are_certified(pair, settings, base):
+    stock, fast = pair()
+    assert_certified(stock, fast, **base | settings)
+    assert_certified(stock, fast, inputs=LEFT_PADDED, **base | settings)
+
+
+def test_a_bias_that_decides_is_certified(pair):
+    stock, fast = pair()
+    ids = assert_certified(stock, fast, sequence_bias=[[[7], 1000.0]], **GREEDY)
+    assert (ids[:, PROMPTS.shape[1] :] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere (logit scale)", "granite (logit divisor)", "phi (bias)"])
+@pytest.mark.parametrize(
+    "settings", [{"min_p": 0.05}, {"min_p": 0.3, "temperature": 1.7}, {"min_p": 0.01, "typical_p": 0.9}]
+)
+def test_min_p_needs_no_top_k(pair, name, settings):
+    stock, fast = pair(name)
+    assert_certified(stock, fast, do_sample=True, top_k=0, max_new_tokens=8, **settings)
+
+
+def test_min_p_under_a_soft_cap_is_dense(pair):
+    settings = {"do_sample": True, "top_k": 0, "min_p": 0.1, "max_new_tokens": 6}
+    assert_dense(*pair("gemma2 (soft cap)"), "MinPLogitsWarper", **settings)
+
+
+def test_an_edge_of_min_p_is_the_warpers_to_decide(zoo):
+    stock = copy.deepcopy(zoo("llama untied")[0])
+    with torch.no_grad():
+        stock.lm_head.weight[1:] = stock.lm_head.weight[0]
+    fast = accelerate(copy.deepcopy(stock), cd.build_index(head_spec(stock), seed=0), budget=None)
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 4}
+    assert_certified(stock, fast, min_p=0.9, **settings)
+    assert_dense(stock, fast, "edge of min-p", min_p=0.99999, **settings)
+
+
 def test_a_top_k_among_the_users_own_processors_counts(pair):
     stock, fast = pair()
 
@@ -236,13 +291,12 @@ def test_results_check_out_and_time_is_told(pair):
         ({"do_sample": True, "top_k": 0}, "sampling without top_k"),
         ({"do_sample": True, "top_k": 0, "temperature": 0.5}, "sampling without top_k"),
         ({"do_sample": True, "top_h": 0.5}, "TopHLogitsWarper"),  # runs before top_k
-        ({"do_sample": False, "repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-        ({"do_sample": True, "repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-        ({"do_sample": False, "no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"do_sample": False, "min_new_tokens": 4}, "MinLengthLogitsProcessor"),
-        ({"do_sample": False, "suppress_tokens": [5]}, "SuppressTokensLogitsProcessor"),
-        ({"do_sample": False, "forced_eos_token_id": 2}, "ForcedEOSTokenLogitsProcessor"),
-        ({"do_sample": False, "sequence_bias": [[[7], 9.0]]}, "SequenceBiasLogitsProcessor"),
+        ({"do_sample": True, "top_k": 0, "repetition_penalty": 1.3}, "sampling without top_k"),
+        ({"do_sample": True, "top_k": 0, "repetition_penalty": 1.3, "min_p": 0.1}, "MinPLogitsWarper"),
+        (
+            {"do_sample": True, "top_k": 0, "exponential_decay_length_penalty": (2, 1.5)},
+            "ExponentialDecayLengthPenalty",
+        ),
         ({"do_sample": False, "guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
         ({"do_sample": False, "remove_invalid_values": True}, "InfNanRemoveLogitsProcessor"),
         ({"do_sample": False, "num_beams": 3}, "beam search"),
@@ -315,12 +369,45 @@ def test_a_model_with_its_own_loop_is_dense(zoo):
     assert_dense(stock, fast, "own decoding loop", **GREEDY)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_models_are_dense(zoo, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_models_own_arithmetic_decides(zoo, dtype):
+    """Greedy: certified where the bound on that arithmetic decides, else by the stock head."""
     stock = copy.deepcopy(zoo("llama")[0]).to(dtype)
-    with pytest.warns(UserWarning, match="only float32"):
-        fast = accelerate(copy.deepcopy(stock))
-    assert_dense(stock, fast, f"{str(dtype)[6:]} output layer", **GREEDY)
+    fast = accelerate(copy.deepcopy(stock), calibration=STATES, reference="model", budget=None)
+    state = fast.csv_decode
+    for inputs in ({"input_ids": PROMPTS}, LEFT_PADDED, {"input_ids": PROMPTS[:1]}):
+        expected = generate(stock, inputs=inputs, **GREEDY)
+        assert torch.equal(generate(fast, inputs=inputs, **GREEDY), expected)
+    assert state.certified_steps > 3 * 8 * 0.5
+    assert set(state.dense_steps) <= {"rounding does not decide"}
+    assert_dense(stock, fast, f"{str(dtype)[6:]} output layer", **SAMPLING)
+    assert_dense(stock, fast, f"{str(dtype)[6:]} output layer", repetition_penalty=1.3, **GREEDY)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models_can_decode_by_exact_logits(zoo, dtype):
+    """Which are not the stock head's: the tokens are those of the float64 product."""
+    model = copy.deepcopy(zoo("llama")[0]).to(dtype)
+    fast = accelerate(model, calibration=STATES, reference="exact", budget=None)
+    caught = []
+    with fast.lm_head.register_forward_pre_hook(lambda _, args: caught.append(args[0][:, 0].double())):
+        ids = generate(fast, **GREEDY)[:, PROMPTS.shape[1] :]
+    for step, h in enumerate(caught):
+        assert torch.equal(ids[:, step], torch.argmax(h @ fast.lm_head.weight.double().T, 1))
+    generate(fast, **SAMPLING)
+    assert fast.csv_decode.dense_steps == {}
+
+
+def test_a_head_that_breaks_the_bound_on_its_arithmetic_is_dense(pair, monkeypatch):
+    stock, fast = pair()
+    fast = accelerate(fast, fast.csv_decode.head.index, reference="model", budget=None)
+    monkeypatch.setattr("csv_decode.integrations.transformers.keeps_bound", lambda *_: False)
+    assert_dense(stock, fast, "arithmetic of the model's head", **GREEDY)
+
+
+def test_a_reference_that_is_none_is_refused(pair):
+    with pytest.raises(ValueError, match="reference is 'best', expected 'exact', 'model' or None"):
+        accelerate(copy.deepcopy(pair()[0]), reference="best")
 
 
 def test_a_saturated_soft_cap_is_dense(zoo):
@@ -411,7 +498,7 @@ def test_a_forward_call_from_inside_generate_is_stock(pair):
 
 def test_threads_do_not_mix(pair):
     stock, fast = pair()
-    jobs = [GREEDY | {"num_beams": 2}, GREEDY, GREEDY | {"repetition_penalty": 1.5}, GREEDY]
+    jobs = [GREEDY | {"num_beams": 2}, GREEDY, GREEDY | {"guidance_scale": 1.5}, GREEDY | {"repetition_penalty": 1.5}]
     expected = [stock.generate(PROMPTS, **job) for job in jobs]
     got = [None] * len(jobs)
     errors = []
@@ -431,7 +518,7 @@ def test_threads_do_not_mix(pair):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert fast.csv_decode.certified_steps == 2 * 3 * 8
     assert fast.csv_decode.statistics.states == 2 * 2 * 3 * 8
-    assert fast.csv_decode.dense_steps["RepetitionPenaltyLogitsProcessor"] == 3 * 8
+    assert fast.csv_decode.dense_steps["UnbatchedClassifierFreeGuidanceLogitsProcessor"] == 3 * 8
 
 
 # Changed weights.
@@ -550,14 +637,11 @@ def test_changed_weights_are_noticed(zoo, name, change, reason):
         assert_dense(now, fast, reason, **SAMPLING)
 
 
-def test_warnings_point_at_the_call_they_are_about(pair, zoo):
+def test_warnings_point_at_the_call_they_are_about(pair):
     _, fast = pair("llama untied")
     _in_place(fast)
     with pytest.warns(UserWarning, match="weights changed") as told:
         generate(fast, **GREEDY)
-    assert {warning.filename for warning in told} == {__file__}
-    with pytest.warns(UserWarning, match="only float32") as told:
-        accelerate(copy.deepcopy(zoo("llama")[0]).to(torch.bfloat16))
     assert {warning.filename for warning in told} == {__file__}
 
 
@@ -565,7 +649,9 @@ def test_the_documentation_has_every_reason(pair):
     """Of steps that go dense; those that are class names of processors are described in words."""
     source = ast.parse(inspect.getsource(sys.modules[accelerate.__module__]))
     places = {
-        "_needed",
+        "_contract",
+        "_answer",
+        "touched_ids",
         "_moved",
         "_rewritten",
         "_obstacle",
@@ -578,7 +664,7 @@ def test_the_documentation_has_every_reason(pair):
     found = set()
     for function in (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name in places):
         for node in ast.walk(function):
-            if isinstance(node, (ast.Return, ast.Assign, ast.Call)):
+            if isinstance(node, (ast.Return, ast.Assign, ast.AnnAssign, ast.Call)):
                 for text in ast.walk(node):
                     if isinstance(text, ast.Constant) and isinstance(text.value, str) and " " in text.value:
                         found.add(text.value)

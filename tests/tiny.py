@@ -55,8 +55,8 @@ def forge_top_k(monkeypatch: Any) -> None:
 
     honest = cd.CertifiedHead.top_k
 
-    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False) -> Any:
-        top = honest(self, hidden, k, ties)
+    def forged(self: Any, hidden: Any, k: int = 1, ties: bool = False, allowed: Any = None) -> Any:
+        top = honest(self, hidden, k, ties, allowed)
         top.ids[0, 0] = (top.ids[0, 0] + 1) % VOCABULARY
         return top
 

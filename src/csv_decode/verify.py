@@ -138,7 +138,7 @@ class _Rows:
         x = logits / temperature
         top = float(x.max())
         total = float(np.exp(x - top).sum())
-        near = x > top - 745
+        near = x >= top - 745
         return top + math.log(total), float(error[near].max()) / temperature + 1e-13 * (1 + abs(top))
 
 
