@@ -147,10 +147,12 @@ def _open(path: Path) -> tuple[dict[str, str], Tensors]:
             continue
         if entry["dtype"] not in _TYPES:
             raise IndexFileError(f"{path}: tensor {name} has type {entry['dtype']}, which no index has")
-        first = entry["data_offsets"][0]
-        count = math.prod(entry["shape"])
+        first, shape = entry["data_offsets"][0], entry["shape"]
         dtype = np.dtype(_TYPES[entry["dtype"]]).newbyteorder("<")
-        tensors[name] = np.frombuffer(mapped, dtype, count, start + first).reshape(entry["shape"])
+        try:
+            tensors[name] = np.frombuffer(mapped, dtype, math.prod(shape), start + first).reshape(shape)
+        except ValueError:  # more dimensions, or with an empty one larger dimensions, than numpy has
+            raise IndexFileError(f"{path}: tensor {name} has a shape that no index has, {str(shape)[:100]}") from None
     return metadata, tensors
 
 
@@ -181,7 +183,11 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
             f"{path} has format version {version!r}, this program reads version {VERSION}; "
             "build it again with: csv-decode build MODEL"
         )
-    if checksum != _checksum(head, tensors):
+    try:
+        actual = _checksum(head, tensors)
+    except RecursionError:
+        raise fail("its metadata is nested too deeply") from None
+    if checksum != actual:
         raise IndexFileError(f"{path} is damaged (its checksum does not match); delete it and build it again")
     try:
         index = _assemble(head, tensors)
