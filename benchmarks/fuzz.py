@@ -1,12 +1,12 @@
-"""Looks for input that breaks a promise: index files that are damaged or forged, and strange arguments of the public API.
+"""Looks for input that breaks a promise: damaged and forged index files, and strange arguments of the public API.
 
     python benchmarks/fuzz.py --minutes 30
     python benchmarks/fuzz.py --only index --seed 7
     python benchmarks/fuzz.py --only index --seed 7 --case 1234       replays one case, here
 
-What must hold is in `fuzz_index.py` and `fuzz_arguments.py`. A case is drawn from its seed and number alone. Cases run in
-child processes with limited memory and time, so that one that ends its process, hangs, or asks for absurd memory is a
-finding as well. Exit status 1 on a finding.
+What must hold is in `fuzz_index.py` and `fuzz_arguments.py`. A case is drawn from its seed and number alone. Cases run
+in child processes with limited memory and time, so that one that ends its process, hangs, or asks for absurd memory is
+a finding as well. Exit status 1 on a finding.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
         # An address sanitizer reserves terabytes, so it cannot be limited.
-        memory = 0 if "asan" in os.environ.get("LD_PRELOAD", "") or "tsan" in os.environ.get("LD_PRELOAD", "") else MEMORY
+        memory = (
+            0 if "asan" in os.environ.get("LD_PRELOAD", "") or "tsan" in os.environ.get("LD_PRELOAD", "") else MEMORY
+        )
         self.process = spawn.Process(
             target=child, args=(theirs, self.kind, self.seed, self.context, memory), daemon=True
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import warnings
@@ -19,8 +20,9 @@ from .bounds.rounding import INFLATE, RELATIVE, SMALLEST_STATE, below_float32, s
 from .certificate import Certificates, Statistics, TopK
 from .exact import rank
 from .index import Index
+from .index.structure import require_structure
 from .kernels import get_kernels, require_ieee
-from .spec import Array, HeadSpec, as_states, positive, require_usable, whole
+from .spec import Array, HeadSpec, as_states, flag, one_of, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -115,20 +117,22 @@ class CertifiedHead:
         failure_probability: float = 1e-9,
     ) -> None:
         self.spec = HeadSpec.of(spec)
-        if guarantee not in ("deterministic", "probabilistic"):
-            raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+        guarantee = one_of("guarantee", guarantee, ("deterministic", "probabilistic"))
+        failure_probability = positive("failure_probability", failure_probability, 0.5, sys.float_info.min)
         if index is None:
             guarantee = "deterministic"  # every step is dense
-        built = "probabilistic" if isinstance(index, Index) and index.shadow and index.shadow.probabilistic else None
-        if isinstance(index, Index) and (built or "deterministic") != guarantee:
+        elif not isinstance(index, Index):
+            raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
+        else:
+            require_structure(index)
+        built = "probabilistic" if index is not None and index.shadow and index.shadow.probabilistic else None
+        if index is not None and (built or "deterministic") != guarantee:
             raise ValueError(
                 f"guarantee is {guarantee!r}, but the index was built for {built or 'deterministic'!r} bounds; build "
                 f"one with build_index(..., guarantee={guarantee!r})"
             )
         if budget is not None:
             budget = positive("budget", budget, 1)
-        if index is not None and not isinstance(index, Index):
-            raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
         if index is None:
             self.spec.require_finite()
         else:
@@ -138,9 +142,9 @@ class CertifiedHead:
         self.failure_probability, self._sigma = 0.0, 0.0
         if index is not None and guarantee == "probabilistic":
             assert index.shadow is not None
-            self.failure_probability = positive("failure_probability", failure_probability, 0.5)
+            self.failure_probability = failure_probability
             pairs = self.spec.n_rows * len(index.shadow.planes)
-            self._sigma = math.sqrt(2 * math.log(pairs / self.failure_probability)) * INFLATE
+            self._sigma = math.sqrt(2 * (math.log(pairs) - math.log(failure_probability))) * INFLATE
         self._share = budget
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
@@ -193,7 +197,7 @@ class CertifiedHead:
         """
         require_ieee()
         started = time.perf_counter()
-        k = whole("k", k, 1, self.spec.n_rows)
+        k, ties = whole("k", k, 1, self.spec.n_rows), flag("ties", ties)
         native = self._cascade if self.spec.n_rows * self.spec.width >= SMALL_HEAD else None
         h = as_states(hidden, self.spec.width, check=native is None)
         found = None

@@ -8,13 +8,14 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from .certificate import TopK
+from .certificate import Certificate, Certificates, TopK
 from .kernels import require_ieee
-from .spec import Array, HeadSpec, as_states
+from .spec import Array, HeadSpec, as_states, whole
 
 __all__ = ["VerificationError", "VerificationReport", "verify"]
 
 F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 _CHUNK = 4096
 
 
@@ -51,14 +52,17 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
     be certified has threshold > max_unopened, no returned score below threshold, and has scored as many rows as have a
     score above max_unopened.
 
-    Returns a report, or raises VerificationError naming the state and the rows.
+    Returns a report, or raises VerificationError naming the state and the rows. ValueError for weights or states that
+    are no finite numbers, and for a `top` that is no `TopK`.
     """
     require_ieee()
+    if not isinstance(top, TopK):
+        raise ValueError(f"top is {type(top).__name__}, expected the TopK that top_k returned")
     spec = HeadSpec.of(spec)
+    spec.require_finite()
     h = as_states(hidden, spec.width)
     n, width = spec.n_rows, spec.width
-    if len(h) != len(top.ids):
-        raise VerificationError(f"result has {len(top.ids)} states, but {len(h)} were given")
+    results = _results(top, len(h), n)
     bias = np.zeros(n) if spec.bias32 is None else spec.bias32[:n].astype(np.float64)
     g = (width + 3) * 2.0**-53
     g = g / (1 - g) * 1.01
@@ -70,21 +74,56 @@ def verify(top: TopK, hidden: Array, spec: HeadSpec | Array) -> VerificationRepo
         error[:, part] = g * (np.abs(h) @ np.abs(rows.T) + np.abs(bias[part])) + width * 2.0**-1070
     comparisons, worst = 0, 0.0
     for b in range(len(h)):
-        comparisons += _verify_state(top, b, h[b], spec, bias, value[b], error[b])
-        ids = np.asarray(top.ids[b])
-        worst = max(worst, float(np.max(np.abs(spec.finish(value[b, ids]) - top.logits[b]))))
+        comparisons += _verify_state(top, results[b], b, h[b], spec, bias, value[b], error[b])
+        worst = max(worst, float(np.max(np.abs(spec.finish(value[b, results[b].ids]) - results[b].logits))))
     return VerificationReport(len(h), n, comparisons, worst)
 
 
-def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F64, error: F64) -> int:
-    ids = np.asarray(top.ids[b])
-    n, k = len(value), top.k
+@dataclass(frozen=True)
+class _Result:
+    """What is claimed of one state."""
+
+    ids: I64
+    logits: F64
+    stated: float
+    certificate: Certificate
+
+
+def _results(top: TopK, states: int, n: int) -> list[_Result]:
+    """The claims of a result, state by state; VerificationError where it is not even of the form of one."""
+    try:
+        k = whole("k", top.k, 1, n)
+        if not isinstance(top.certificates, Certificates):
+            raise TypeError("certificates are no Certificates")
+        columns = [top.certificates.certified, top.certificates.threshold, top.certificates.max_unopened]
+        columns += [top.certificates.rows_scored, top.logit_error]
+        shape = (len(top.ids),)
+        if not all(isinstance(x, np.ndarray) and x.shape == shape and x.dtype.kind in "biuf" for x in columns):
+            raise TypeError("certificates and logit_error are not one number a state")
+        if len(top.ids) != states or len(top.logits) != states:
+            raise ValueError(f"result has {len(top.ids)} states, but {states} were given")
+        out = []
+        for b in range(states):
+            ids, logits = np.asarray(top.ids[b]), np.asarray(top.logits[b])
+            if ids.ndim != 1 or ids.dtype.kind not in "iu" or logits.shape != ids.shape or logits.dtype.kind != "f":
+                raise TypeError(f"state {b}: ids and logits are not rows of the same length")
+            right = len(ids) == k or (len(ids) > k and isinstance(top.ids, list))
+            if not right or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
+                raise ValueError(f"state {b}: ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
+            certificate = top.certificates[b]
+            out.append(_Result(ids.astype(np.int64), logits.astype(np.float64), float(top.logit_error[b]), certificate))
+    except Exception as error:
+        raise VerificationError(f"this is no result of top_k: {error}"[:500]) from None
+    return out
+
+
+def _verify_state(top: TopK, result: _Result, b: int, h: F64, spec: HeadSpec, bias: F64, value: F64, error: F64) -> int:
+    ids, k = result.ids, int(top.k)
+    n = len(value)
 
     def fail(what: str) -> VerificationError:
         return VerificationError(f"state {b}: {what}")
 
-    if len(ids) < k or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
-        raise fail(f"ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
     count, mine = 0, set(ids.tolist())
     returned: dict[int, Fraction] = {}
 
@@ -122,12 +161,12 @@ def _verify_state(top: TopK, b: int, h: F64, spec: HeadSpec, bias: F64, value: F
     for extra in ids[k:].tolist():
         if compare(extra, last) != 0:
             raise fail(f"id {extra} is no tie of id {last}")
-    stated = float(top.logit_error[b])
-    off = np.abs(spec.finish(value[ids]) - np.asarray(top.logits[b]))
+    stated = result.stated
+    off = np.abs(spec.finish(value[ids]) - result.logits)
     allowed = (stated + error[ids]) * spec.scale + 1e-12 * np.abs(spec.finish(value[ids]))
     if not (np.isfinite(stated) and stated >= 0 and (off <= allowed).all()):  # NaN is no logit
         raise fail(f"a logit is {off.max():.3g} away from its value, stated error {stated:.3g}")
-    certificate = top.certificates[b]
+    certificate = result.certificate
     if certificate.certified:
         if not certificate.threshold > certificate.max_unopened:
             raise fail(f"threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}")
