@@ -89,6 +89,8 @@ def shown(value: Any) -> str:
 
 def _scalar(value: Any) -> Any:
     """A number out of a numpy scalar, or an array or tensor without dimensions; other things as they are."""
+    if getattr(getattr(value, "dtype", None), "kind", None) == "m":
+        raise TypeError  # a number of no unit to numpy, but time
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 

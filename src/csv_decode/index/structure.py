@@ -30,8 +30,8 @@ def require_structure(index: Index) -> None:
     _require(
         1 <= n <= rows and width >= 1, f"shape ({shown(rows)}, {shown(width)}) with {shown(n)} valid rows is impossible"
     )
-    _typed("centroid", index.centroid, CentroidBound, None)
-    _typed("shadow", index.shadow, ShadowBound, None)
+    _typed("centroid", index.centroid, CentroidBound, optional=True)
+    _typed("shadow", index.shadow, ShadowBound, optional=True)
     _typed("settings", index.settings, dict)
     _require(index.centroid is not None or index.shadow is not None, "it holds no bound")
     _require((index.centroid is None) == (index.row_ids is None), "row_ids and centroids come together")
@@ -49,8 +49,8 @@ def _require(holds: Any, what: str) -> None:
         raise ValueError(what)
 
 
-def _typed(name: str, value: Any, kind: type[Any], other: Any = ...) -> None:
-    right = type(value) is kind or value is other
+def _typed(name: str, value: Any, kind: type[Any], optional: bool = False) -> None:
+    right = type(value) is kind or (optional and value is None)
     _require(right, f"{name} is {type(value).__name__}, expected {kind.__name__}")
 
 
@@ -82,7 +82,7 @@ def _shadow(bound: ShadowBound, n: int, width: int) -> None:
     blocks = -(-width // BLOCK)
     _typed("delta", bound.delta, float)
     _typed("energy", bound.energy, float)
-    _typed("rotation_error", bound.rotation_error, float, None)
+    _typed("rotation_error", bound.rotation_error, float, optional=True)
     _typed("planes", bound.planes, tuple)
     for plane in bound.planes:
         _typed("plane", plane, Plane)
