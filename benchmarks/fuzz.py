@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # faiss and torch would spin on tiny matrices
 
 import numpy as np
+from fuzz_index import sanitized
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,6 +40,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 KINDS = ("index", "arguments")
 MEMORY = 4 << 30  # bytes of address space that a case may ask for
 SECONDS = 60.0  # that a case may take
+STARTING = 600.0  # seconds that a child may take before its first case
 RENEW = 20000  # cases after which a child is replaced
 MOST = 20  # findings after which a run ends
 
@@ -96,9 +98,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
         # An address sanitizer reserves terabytes, so it cannot be limited.
-        memory = (
-            0 if "asan" in os.environ.get("LD_PRELOAD", "") or "tsan" in os.environ.get("LD_PRELOAD", "") else MEMORY
-        )
+        memory = 0 if sanitized() else MEMORY
         self.process = spawn.Process(
             target=child, args=(theirs, self.kind, self.seed, self.context, memory), daemon=True
         )
@@ -202,9 +202,11 @@ def _run_kind(
                     found(worker, finding)
                 worker.case = None
                 worker.done += 1
-            elif time.monotonic() - worker.since > SECONDS and (worker.case is not None or not worker.ready):
+            elif time.monotonic() - worker.since > (limit := SECONDS if worker.ready else STARTING) and (
+                worker.case is not None or not worker.ready
+            ):
                 worker.stop(kill=True)
-                found(worker, f"no answer within {SECONDS:.0f} s")
+                found(worker, f"no answer within {limit:.0f} s")
                 pool.remove(worker)
                 if worker.ready:
                     pool.append(Worker(kind, seed, context))

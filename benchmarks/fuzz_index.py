@@ -14,9 +14,12 @@ Of a probabilistic index `verify_index` cannot see that its rotation was drawn a
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
+import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -110,17 +113,19 @@ def make_base(
 
 
 def _saved(index: cd.Index) -> bytes:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder) / "x")
         return (Path(folder) / "x").read_bytes()
 
 
-def has(module: str) -> bool:
-    import importlib.util
+def sanitized() -> bool:
+    """Whether this process runs under a sanitizer, where nothing but our own code is of interest."""
+    return any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 
-    return importlib.util.find_spec(module) is not None
+
+def has(module: str) -> bool:
+    """Whether a package is to be used, if it is there."""
+    return importlib.util.find_spec(module) is not None and not sanitized()
 
 
 def bases() -> list[Base]:

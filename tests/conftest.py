@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 
 import csv_decode.head
 
+# Under a sanitizer (.ci/sanitize) torch, which most of these import, takes minutes to load.
+if os.environ.get("CSV_DECODE_SANITIZE"):
+    collect_ignore = [
+        f"test_{name}.py" for name in ("bench", "cache", "calibration", "cli", "real_models", "transformers")
+    ]
+
 
 @pytest.fixture
 def cascade(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,7 @@ def test_drift_is_told_once() -> None:
         head.top_k(other, 1)
 
 
+@pytest.mark.unsanitized
 def test_no_row_left_out_is_above_max_unopened() -> None:
     """The certificate's inequality itself, over every row, not only the ids that come of it."""
     for kind in KINDS:

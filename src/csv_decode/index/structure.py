@@ -15,6 +15,8 @@ from . import Index
 
 __all__ = ["require_structure"]
 
+_MOST = 2**40  # rows or columns; above is no head
+
 
 def require_structure(index: Index) -> None:
     """Raises ValueError, saying what is wrong, unless types, shapes and ranges of all parts fit together."""
@@ -28,7 +30,8 @@ def require_structure(index: Index) -> None:
     for name, number in (("shape", rows), ("shape", width), ("n_rows", n)):
         _typed(name, number, int)
     _require(
-        1 <= n <= rows and width >= 1, f"shape ({shown(rows)}, {shown(width)}) with {shown(n)} valid rows is impossible"
+        1 <= n <= rows <= _MOST and 1 <= width <= _MOST,
+        f"shape ({shown(rows)}, {shown(width)}) with {shown(n)} valid rows is impossible",
     )
     _typed("centroid", index.centroid, CentroidBound, optional=True)
     _typed("shadow", index.shadow, ShadowBound, optional=True)
