@@ -74,6 +74,7 @@ def test_violations_are_as_rare_as_the_theorem_says() -> None:
     assert failed[8.0] == 0
 
 
+@pytest.mark.unsanitized
 def test_a_smaller_failure_probability_keeps_more_rows() -> None:
     weight, states = make_head(2000, 128)
     index = build(weight, states[:32])
