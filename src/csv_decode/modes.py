@@ -102,7 +102,8 @@ class Mass:
 
     def __init__(self, scan: Scan, b: int, t: float) -> None:
         largest = float(scan.scored(b)[1].max())
-        start = float(np.float32(largest))  # so that the kernels and this agree on it
+        with np.errstate(over="ignore"):
+            start = float(np.float32(largest))  # so that the kernels and this agree on it
         if abs(start - largest) > t / 8:
             scan.dense(b, "temperature below rounding")
             start = float(scan.scored(b)[1].max())
