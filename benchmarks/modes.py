@@ -28,7 +28,7 @@ from rich.table import Table
 import csv_decode as cd
 from csv_decode import _native, modes
 from csv_decode.cache import get_index
-from csv_decode.calibration import calibration_key, collect_states
+from csv_decode.calibration import calibration_key, collect_states, text_states
 from csv_decode.integrations.transformers import head_spec
 
 console = Console()
@@ -173,21 +173,7 @@ def perplexity(loaded: Any, spec: cd.HeadSpec, text: str, tokens: int) -> dict[s
     """The interval, against scipy-free log-sum-exp of the same products taken as (rows, states)."""
     import torch
 
-    ids = loaded.tokenizer(text[: tokens * 12], return_tensors="pt").input_ids[0][: tokens + 1]
-    states = []
-    with torch.no_grad():
-        for first in track(range(0, len(ids) - 1, 512), "states", console=console):
-            part = ids[first : min(first + 512, len(ids) - 1)]
-            caught: list[Any] = []
-            layer = loaded.model.get_output_embeddings()
-            hook = layer.register_forward_pre_hook(
-                lambda _, args, to=caught: to.append(args[0][0].float().numpy().copy())
-            )
-            loaded.model(input_ids=part[None], use_cache=False)
-            hook.remove()
-            states.append(caught[0])
-    h = np.concatenate(states)
-    targets = ids[1 : len(h) + 1].numpy()
+    h, targets = text_states(loaded.model, loaded.tokenizer, text[: tokens * 12], tokens)
     started = time.perf_counter()
     found = cd.perplexity(spec, h, targets)
     seconds = time.perf_counter() - started
