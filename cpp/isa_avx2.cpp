@@ -8,6 +8,7 @@
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
+#define CSV_DECODE_WORDS 256
 #include "noise.inl"
 
 constexpr int kPrefetchBytes = 8192;  // fetched in the order of memory, see isa_avx512.cpp

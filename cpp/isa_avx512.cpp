@@ -8,6 +8,7 @@
 namespace csv_decode {
 namespace {
 #include "row_math.inl"
+#define CSV_DECODE_WORDS 512
 #include "noise.inl"
 
 // Codes are fetched in the order of memory, one line for each line used, not in the order of use: a cold scan takes half

@@ -8,7 +8,7 @@ inline uint64_t upper_half(uint64_t a) { return a >> 32; }
 inline uint64_t lower_half(uint64_t a) { return a & 0xffffffffu; }
 inline uint64_t flip(uint64_t a, uint64_t b, uint32_t c) { return a ^ b ^ c; }
 
-#if defined(__AVX512F__)
+#if defined(CSV_DECODE_WORDS) && CSV_DECODE_WORDS == 512
 using Words = __m512i;
 inline Words words_of(uint64_t a) { return _mm512_set1_epi64(static_cast<int64_t>(a)); }
 inline Words words_at(const uint64_t* p) { return _mm512_loadu_si512(p); }
@@ -17,7 +17,7 @@ inline Words product(Words a, uint32_t b) { return _mm512_mul_epu32(a, words_of(
 inline Words upper_half(Words a) { return _mm512_srli_epi64(a, 32); }
 inline Words lower_half(Words a) { return _mm512_and_si512(a, words_of(0xffffffffu)); }
 inline Words flip(Words a, Words b, uint32_t c) { return _mm512_ternarylogic_epi64(a, b, words_of(c), 0x96); }
-#elif defined(__AVX2__)
+#elif defined(CSV_DECODE_WORDS)
 using Words = __m256i;
 inline Words words_of(uint64_t a) { return _mm256_set1_epi64x(static_cast<int64_t>(a)); }
 inline Words words_at(const uint64_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

@@ -408,3 +408,27 @@ def test_states_of_verify_differ_from_those_of_calibration() -> None:
 
     model = tiny_model()
     assert not np.array_equal(collect_states(model, count=20), collect_states(model, count=20, seed=VERIFY._SEED))
+
+
+def test_perplexity_of_a_text_has_an_interval(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i * i % 500}" for i in range(200)))
+    result = run("perplexity", folder, "--text", text, "--tokens", 100, "--window", 32)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("interval")]
+    low, high = (float(x) for x in line[line.index("[") + 1 : line.index("]")].split(","))
+    model = load_model(str(folder)).model
+    ids = torch.tensor(tiny_tokenizer()(text.read_text())["input_ids"])[:101]
+    total = 0.0
+    for first in range(0, 100, 32):
+        part = ids[None, first : min(first + 32, 100)]
+        with torch.no_grad():
+            states = model.model(input_ids=part).last_hidden_state[0].double()
+        logits = states @ model.lm_head.weight.double().T
+        total += float(
+            torch.log_softmax(logits, 1)[torch.arange(len(states)), ids[first + 1 : first + 1 + len(states)]].sum()
+        )
+    expected = float(torch.tensor(-total / 100).double().exp())
+    assert low <= expected * (1 + 1e-6)
+    assert expected * (1 - 1e-6) <= high
+    assert high / low - 1 < 1e-6
+    assert "100 tokens" in result.stdout

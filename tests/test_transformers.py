@@ -216,6 +216,24 @@ def test_processors_that_change_known_ids_are_certified(pair, settings, base):
     assert_certified(stock, fast, inputs=LEFT_PADDED, **base | settings)
 
 
+def test_chunks_of_a_prompt_are_not_all_ids(pair):
+    """A prefill in chunks prepares with parts of the prompt, but the penalty sees all of it."""
+    stock, fast = pair()
+    best = int(
+        generate(stock, inputs={"input_ids": torch.arange(3, 27)[None]}, do_sample=False, max_new_tokens=1)[0, -1]
+    )
+    for seed in range(8):
+        ids = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(seed))
+        for _ in range(4):  # until the best token stands early in the prompt
+            best = int(generate(stock, inputs={"input_ids": ids}, do_sample=False, max_new_tokens=1)[0, -1])
+            ids[0, 1] = best
+        settings = GREEDY | {"repetition_penalty": 5.0, "prefill_chunk_size": 8}
+        expected = generate(stock, inputs={"input_ids": ids}, **settings)
+        assert torch.equal(generate(fast, inputs={"input_ids": ids}, **settings), expected)
+    assert fast.csv_decode.dense_steps == {"ids so far not known": 8}
+    assert fast.csv_decode.certified_steps == 8 * 7
+
+
 def test_a_bias_that_decides_is_certified(pair):
     stock, fast = pair()
     ids = assert_certified(stock, fast, sequence_bias=[[[7], 1000.0]], **GREEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .spec import HeadSpec
 
-__all__ = ["Race", "exact_scores", "rank", "stock_gap"]
+__all__ = ["Race", "exact_gaps", "exact_scores", "rank", "stock_gap"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -45,6 +46,24 @@ def exact_scores(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | Non
 
     About 0.2 ms a row; rows that are equal where h is not zero are computed once.
     """
+    return _exact_scores(rows, h, bias, race)[0]
+
+
+def exact_gaps(rows: NDArray[np.float32], h: F64, bias: Bias) -> F64:
+    """How far each score is below the largest of these: 0 or negative, each rounded once."""
+    scores, exponent = _exact_scores(rows, h, bias)
+    best = max(scores)
+    out = np.empty(len(scores))
+    for i, score in enumerate(scores):
+        try:
+            out[i] = float(Fraction(score - best) * Fraction(2) ** exponent)
+        except OverflowError:
+            out[i] = -np.inf
+    return out
+
+
+def _exact_scores(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | None = None) -> tuple[list[int], int]:
+    """The integers, and the exponent of two that is their unit."""
     h_mantissa, h_exponent = _integers(h)
     parts: list[tuple[int, int]] = []
     seen: dict[bytes, tuple[int, int]] = {}
@@ -68,7 +87,7 @@ def exact_scores(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | Non
             low = min(e + unit, at)
             parts[i] = ((m * factor << (e + unit - low)) + (noise << (at - low)), low)
     low = min(e for _, e in parts)
-    return [m << (e - low) for m, e in parts]
+    return [m << (e - low) for m, e in parts], low
 
 
 def rank(

@@ -37,7 +37,7 @@ from .exact import rank
 from .index import Index
 from .index.structure import require_structure
 from .kernels import Cascade, get_kernels, require_ieee
-from .narrow import rounded_argmax
+from .narrow import narrow, rounded_argmax
 from .scan import Scan, allowed_bits, exact_rows
 from .spec import Array, HeadSpec, as_states, column, flag, one_of, positive, require_usable, whole
 
@@ -367,7 +367,7 @@ class CertifiedHead:
         n = len(scan)
         low = np.finfo(np.float32).smallest_normal
         t = column("temperature", temperature, n, np.float64, float(low), 1e30)
-        ks = column("top_k", top_k, n, np.int64, 0, 2**62)
+        ks = np.minimum(column("top_k", top_k, n, np.int64, 0, 2**62), self.spec.n_rows)
         tops = column("top_p", top_p, n, np.float64, 1e-12, 1.0)
         mins = column("min_p", min_p, n, np.float64, 0.0, 1.0)
         if seed is None:
@@ -379,6 +379,8 @@ class CertifiedHead:
             streams = streams + np.arange(n)
             if streams[-1] >= 2**32:
                 raise ValueError(f"stream is {stream!r}, and state b takes stream + b, which must stay below 2^32")
+        if not (t / self.spec.scale < 1e31).all():
+            raise ValueError(f"temperature over scale is {(t / self.spec.scale).max():g}, expected less than 1e31")
         noise = [
             modes.Noise(float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]))
             for b in range(n)
@@ -500,7 +502,7 @@ class CertifiedHead:
         n = len(scan)
         margins = column("margin", margin, n, np.float64, 0.0, 1e30)
         bars = modes.top(scan, range(n), np.ones(n, np.int64))
-        bars = bars - margins / self.spec.scale * (1 + 2.0**-40)
+        bars = np.nextafter(bars - margins / self.spec.scale * (1 + 2.0**-40), -np.inf)
         scan.open(bars)
         ids, logits, left = [], [], np.zeros(n)
         for b in range(n):
@@ -534,6 +536,8 @@ class CertifiedHead:
         if self.spec.bias32 is not None or self.spec.scale != 1.0 or self.spec.softcap is not None:
             raise ValueError("model_argmax is about a head without bias, scale and soft cap")
         scan = self._scan_of(hidden, None)
+        if not (narrow(scan.h.astype(np.float32), self.spec.rows.kind) == scan.h).all():
+            raise ValueError(f"the states are no {self.spec.rows.kind} numbers, which the head is about")
         ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
         certificates = scan.certificates("model_argmax", threshold, left, ids >= 0, self)
         self._note(certificates, time.perf_counter() - started)

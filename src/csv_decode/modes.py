@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from . import _native
 from .bounds.rounding import RELATIVE
-from .exact import Race, rank
+from .exact import Race, exact_gaps, exact_scores, rank
 from .noise import log
 from .scan import MASS_BINS, Scan
 
@@ -28,6 +28,8 @@ _ROUNDS = 12
 #: 2^19 positive terms add pairwise to less than 64 ulp.
 _EXP = 2.0**-46
 _RATE = 1 / math.log(2)
+#: Errors of scores, in units of the temperature, beyond which exact sums take their place.
+_COARSE = 1e-10
 
 
 class Noise:
@@ -101,6 +103,8 @@ class Mass:
     """
 
     def __init__(self, scan: Scan, b: int, t: float) -> None:
+        if not len(scan.scored(b)[0]):
+            scan.dense(b, "scores beyond float32")
         largest = float(scan.scored(b)[1].max())
         with np.errstate(over="ignore"):
             start = float(np.float32(largest))  # so that the kernels and this agree on it
@@ -112,17 +116,18 @@ class Mass:
         with np.errstate(under="ignore", over="ignore"):
             self.weights = np.exp((self.value - self.start) / t)
         self.scored = float(self.weights.sum())
-        # e^x moves by its argument's error: that of the score, of the subtraction and of the division
-        reach = self.value >= self.start - 750 * t
-        argument = (error + RELATIVE * (np.abs(self.value) + abs(self.start)))[reach].max() / t
-        self.error = math.expm1(min(argument, 700.0)) + _EXP
+        # e^x moves by its argument's error: that of the score, of the subtraction and of the division. A row whose whole
+        # interval is 750 t below the start has a weight of zero and no say.
+        off = error + RELATIVE * (np.abs(self.value) + abs(self.start))
+        argument = float(off[self.value + off >= self.start - 750 * t].max()) / t
+        self.error = math.expm1(argument) + _EXP if argument < 700 else math.inf
         self.rate = _RATE / t
         self.bins = scan.mass(b, self.start, self.rate)
         self.rest = float(self.bins.sum())
 
     @property
     def low(self) -> float:
-        return self.scored * max(0.0, 1 - self.error) * (1 - 2.0**-50)
+        return self.scored * max(0.0, 1 - self.error) * (1 - 2.0**-50) if self.error < 1 else 0.0
 
     @property
     def high(self) -> float:
@@ -197,36 +202,59 @@ def log_interval(mass: Mass) -> tuple[float, float]:
 # Sampling.
 
 
-def _above(mass: Mass, at: int, exact_only: bool) -> tuple[float, float]:
-    """Bounds on the mass of the rows that come before row `at` of mass.ids: larger score, then smaller id. Among rows
-    that float64 cannot tell apart it is open unless exact_only, which decides by value."""
+def _before(scan: Scan, b: int, mass: Mass, at: int) -> NDArray[np.bool_]:
+    """Which scored rows come before row `at` of mass.ids: larger score, then smaller id; exactly."""
     value, ids = mass.value, mass.ids
-    before = (value > value[at]) | ((value == value[at]) & (ids < ids[at]))
-    if exact_only:
-        total = float(mass.weights[before].sum())
-        return total, total
-    gap = mass.spread + mass.spread[at]
-    sure = before & ((value - value[at] > gap) | (value == value[at]))
-    maybe = before | (np.abs(value - value[at]) <= gap)
-    maybe[at] = False
-    low = float(mass.weights[sure].sum()) * max(0.0, 1 - mass.error)
-    high = float(mass.weights[maybe].sum()) * (1 + mass.error)
+    gap = value - value[at]
+    before = np.asarray(gap > 0)
+    close = np.abs(gap) <= mass.spread + mass.spread[at]
+    if close.sum() > 1:
+        spec, near = scan.spec, np.nonzero(close)[0]
+        bias = None if spec.bias32 is None else spec.bias32[ids[near]]
+        score = exact_scores(spec.rows.float32(ids[near]), scan.h[b], bias)
+        mine = score[int(np.nonzero(near == at)[0][0])]
+        before[near] = [x > mine or (x == mine and ids[i] < ids[at]) for x, i in zip(score, near, strict=True)]
+    return before
+
+
+def _above(scan: Scan, b: int, mass: Mass, at: int) -> tuple[float, float]:
+    """Bounds on the mass of the rows that come before row `at` of mass.ids."""
+    total = float(mass.weights[_before(scan, b, mass, at)].sum())
+    low, high = (total * (1 - mass.error), total * (1 + mass.error)) if mass.error < 1 else (0.0, math.inf)
     # an unscored row comes before only if its bound reaches the score
     last = mass.last(at)
     return low * (1 - 2.0**-50), (high + float(mass.bins[:last].sum())) * (1 + 2.0**-50)
 
 
-def _in_nucleus(mass: Mass, at: int, top_p: float) -> bool | None:
+def _in_nucleus(scan: Scan, b: int, mass: Mass, at: int, top_p: float) -> bool | None:
     """Is the mass before row `at` below top_p of all? None: the bounds cannot tell."""
-    low, high = _above(mass, at, exact_only=False)
+    low, high = _above(scan, b, mass, at)
     if high < top_p * mass.low * (1 - 2.0**-50):
         return True
     if low >= top_p * mass.high * (1 + 2.0**-50):
         return False
     if mass.rest > 0:
         return None
-    low, _ = _above(mass, at, exact_only=True)  # every row is scored, and it is a matter of 10^-13: by value
-    return low < top_p * mass.scored
+    # every row is scored, and it is a matter of rounding: by the value, from exact differences where float64 is coarse
+    weights, before = mass.weights, _before(scan, b, mass, at)
+    if mass.error > _COARSE:
+        weights = np.exp(_gaps(scan, b, mass.ids, mass.value, mass.spread, mass.t) / mass.t)
+    return float(weights[before].sum()) < top_p * float(weights.sum())
+
+
+def _gaps(scan: Scan, b: int, ids: I64, value: F64, error: F64, t: float) -> F64:
+    """How far scored rows are below the largest of them, to 2^-52 or so of t; -infinity where it is 750 t or more."""
+    spec = scan.spec
+    off = error + RELATIVE * (np.abs(value) + np.abs(value).max())
+    best = float((value - off).max())
+    gaps = np.full(len(value), -np.inf)
+    near = np.nonzero(value + off >= best - 750 * t)[0]
+    if off[near].max() <= _COARSE * t:
+        gaps[near] = np.minimum(value[near] - value.max(), 0.0)
+        return gaps
+    bias = None if spec.bias32 is None else spec.bias32[ids[near]]
+    gaps[near] = exact_gaps(spec.rows.float32(ids[near]), scan.h[b], bias)
+    return gaps
 
 
 def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log_min_p: F64) -> tuple[I64, F64, F64]:
@@ -316,7 +344,23 @@ def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> 
     scan.open(bars)
     ids, value, error = scan.scored(b)
     at = int(np.nonzero(ids == token)[0][0])
-    return bool(value[at] >= value.max() - margin)
+    return bool(_within(scan, b, ids, value, error, np.array([at]), margin)[0])
+
+
+def _within(scan: Scan, b: int, ids: I64, value: F64, error: F64, rows: I64, margin: float) -> NDArray[np.bool_]:
+    """Which of some scored rows are at most `margin` below the largest, exactly."""
+    best = int(np.argmax(value))
+    slack = RELATIVE * (np.abs(value) + margin)
+    high, low = value + error + slack, value - error - slack
+    inside = low[rows] >= high.max() - margin
+    open_ = ~inside & (high[rows] >= low[best] - margin)
+    if open_.any():
+        spec, near = scan.spec, np.nonzero(high >= low[best])[0]
+        for i in np.nonzero(open_)[0].tolist():
+            some = np.append(near, rows[i])
+            bias = None if spec.bias32 is None else spec.bias32[ids[some]]
+            inside[i] = exact_gaps(spec.rows.float32(ids[some]), scan.h[b], bias)[-1] >= -margin
+    return np.asarray(inside)
 
 
 def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
@@ -328,10 +372,10 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
     for more in range(_ROUNDS):
         mass = Mass(scan, b, t)
         at = mass.at(token)
-        inside = _in_nucleus(mass, at, top_p)
+        inside = _in_nucleus(scan, b, mass, at, top_p)
         if inside is not None:
             return inside
-        low, _ = _above(mass, at, exact_only=True)
+        low = float(mass.weights[_before(scan, b, mass, at)].sum())
         last = mass.last(at)
         likely = scan.mass(b, mass.start, mass.rate, likely=True)
         before, total = low + float(likely[:last].sum()), mass.scored + float(likely.sum())
@@ -346,7 +390,7 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
             scan.leaders(b, 64 << more)
     scan.dense(b, "edge of the nucleus")
     mass = Mass(scan, b, t)
-    inside = _in_nucleus(mass, mass.at(token), top_p)
+    inside = _in_nucleus(scan, b, mass, mass.at(token), top_p)
     assert inside is not None
     return inside
 
@@ -357,16 +401,15 @@ def _draw_among(scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: f
     ids, value, error = scan.scored(b)
     k = min(k, len(ids))
     at = rank(ids, value, error, k, scan.h[b], spec.rows.float32, spec.bias32)
-    value = value[at]
     keep = np.ones(len(at), bool)
     if top_p < 1:
-        weights = np.exp((value - value[0]) / noise.t)
+        weights = np.exp(_gaps(scan, b, ids[at], value[at], error[at], noise.t) / noise.t)
         keep &= np.concatenate([[0.0], np.cumsum(weights)[:-1]]) < top_p * weights.sum()
     if min_p > 0:
-        keep &= value >= value[0] + log_min_p * noise.temperature / noise.scale
+        keep &= _within(scan, b, ids, value, error, at, -log_min_p * noise.temperature / noise.scale)
     keep[0] = True
     at = at[keep]
-    return int(at[noise.order(scan, b, ids[at], scan.scored(b)[1][at], error[at], 1)[0]])
+    return int(at[noise.order(scan, b, ids[at], value[at], error[at], 1)[0]])
 
 
 def min_p_logs(min_p: F64) -> F64:

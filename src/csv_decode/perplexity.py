@@ -74,7 +74,9 @@ def perplexity(
             progress(min(first + batch, len(h)), len(h))
     low, high = math.fsum(np.concatenate(lows)) / len(h), math.fsum(np.concatenate(highs)) / len(h)
     edge = 2.0**-50 * (1 + abs(low) + abs(high))
-    return Perplexity(math.exp(-high - edge) * (1 - edge), math.exp(-low + edge) * (1 + edge), len(h))
+    with np.errstate(over="ignore", under="ignore"):
+        ends = np.exp([-high - edge, -low + edge]) * [1 - edge - 2.0**-50, 1 + edge + 2.0**-50]
+    return Perplexity(max(0.0, float(ends[0])), float(ends[1]), len(h))
 
 
 def _log_probs(spec: HeadSpec, h: F64, targets: NDArray[np.int64]) -> tuple[F64, F64]:

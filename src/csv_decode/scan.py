@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .bounds.rounding import RELATIVE, score_error
 from .certificate import Certificates
-from .spec import HeadSpec, Rows
+from .spec import HeadSpec
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -110,8 +110,9 @@ class Scan:
         if self._closed[b]:
             return
         bits = self.allowed[b]
-        ids = np.arange(self.spec.n_rows) if bits is None else allowed_ids(bits, self.spec.n_rows)
-        value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], ids)
+        some = None if bits is None else allowed_ids(bits, self.spec.n_rows)
+        value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], some)
+        ids = np.arange(self.spec.n_rows) if some is None else some
         self._parts[b] = [(ids, value, error)]
         self._closed[b] = True
         self.fallback[b] = reason
@@ -203,15 +204,14 @@ class Scan:
         )
 
 
-def exact_rows(spec: HeadSpec, kernels: Kernels, h: F64, ids: I64) -> tuple[F64, F64]:
-    """Scores of rows (n,) for one state (1, d), bias included, and their errors."""
-    whole = len(ids) == spec.n_rows
-    rows = spec.valid_rows_only() if whole else Rows(spec.rows.data, spec.rows.kind)
-    value, magnitude = kernels.score(rows, h, None if whole else ids)
-    error = score_error(spec.width, magnitude[0]) if h.any() else np.zeros(len(ids))
+def exact_rows(spec: HeadSpec, kernels: Kernels, h: F64, ids: I64 | None = None) -> tuple[F64, F64]:
+    """Scores of rows ids (n,), or of all, for one state (1, d), bias included, and their errors."""
+    rows = spec.valid_rows_only()
+    value, magnitude = kernels.score(rows, h, ids)
+    error = score_error(spec.width, magnitude[0]) if h.any() else np.zeros(len(value[0]))
     if spec.bias32 is None:
         return value[0], error
-    total = value[0] + spec.bias32[ids]
+    total = value[0] + (spec.bias32[: spec.n_rows] if ids is None else spec.bias32[ids])
     return total, error + RELATIVE * np.abs(total)
 
 

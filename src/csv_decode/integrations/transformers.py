@@ -7,7 +7,7 @@ the whole row. How many are needed is read off the list itself:
 
     greedy, no processors                       1
     temperature, then top_k = k, then anything  k, with every id tied with the k-th: what follows `TopKLogitsWarper`
-                                                sees the same row as ever, whatever it does
+                                                sees the same row as ever, whatever it does (but for rounding)
     temperature, then min_p, then anything      all within -T log(min_p) of the largest
     penalties, biases, bans before any of these as many of the ids that these cannot touch, and those that they can
     everything else                             all: the stock layer runs, counted under its reason
@@ -197,7 +197,7 @@ class Accelerated:
         self.seconds_certified = 0.0
         self.seconds_dense = 0.0
         self.last: TopK | Within | ModelArgmax | None = None
-        self._shapes: dict[int, bool] = {}  # batch sizes at which the stock head was seen to keep its bound
+        self._shapes: dict[Any, bool] = {}  # shapes and settings at which the stock head was seen to keep its bound
         self._transform = scale, softcap
         self._forward = forward  # the model's own attribute, if it has one: it was there when the logits were checked
         self._parameters = layer.weight, layer.bias
@@ -242,7 +242,7 @@ class Accelerated:
         contract: _Contract | str = "sampling without top_k" if config.do_sample else _Contract()
         for processor in processors:
             kind = type(processor)
-            if kind is TemperatureLogitsWarper and processor.temperature > 0:
+            if kind is TemperatureLogitsWarper and 1e-20 < processor.temperature < 1e20:
                 temperature *= float(processor.temperature)
             elif kind is TopKLogitsWarper and processor.filter_value == -float("inf"):
                 contract = _Contract(k=min(int(processor.top_k), self.head.spec.n_rows))
@@ -367,11 +367,12 @@ class Accelerated:
             return list(best.ids[:, None]), list(best.logits[:, None])
         if contract.margin is not None:
             # the warper's own edge is in float32 and divides by another sum: rows next to it are its to decide
-            edge = 1e-4 * contract.temperature
-            near = self.last = head.within(states, (contract.margin + edge) / self._transform[0])
+            scale, edge = self._transform[0], 1e-4 * contract.temperature
+            near = self.last = head.within(states, (contract.margin + 8 * edge) / scale)
             for some in near.logits:
-                gap = (some[0] - some) * self._transform[0] - contract.margin
-                if (np.abs(gap) < edge).any() and contract.margin > 0:
+                rounding = edge + 2.0**-20 * scale * float(np.abs(some).max())
+                gap = (some[0] - some) * scale - contract.margin
+                if rounding > 8 * edge or (np.abs(gap) < rounding).any():
                     return "edge of min-p"
             return near.ids, near.logits
         allowed = None
@@ -393,11 +394,13 @@ class Accelerated:
 
     def _keeps_bound(self, states: torch.Tensor) -> bool:
         """Whether the stock head's logits lie within the bound on its arithmetic. torch chooses its kernel by the
-        shape, so this looks once for each batch size, at every row of the first states that come with it."""
-        n = len(states)
+        shape and its settings, so this looks once for each, at every row of the first states that come with it."""
+        n = (len(states), states.stride(), torch.get_num_threads(), torch.get_float32_matmul_precision())
         if n not in self._shapes:
             stock = nn.functional.linear(states[:, None], self.layer.weight)[:, 0].to(torch.float64).numpy()
-            self._shapes[n] = keeps_bound(self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock)
+            self._shapes[n] = keeps_bound(
+                self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock, self.head.largest_norm
+            )
         return self._shapes[n]
 
     def _count(self, reason: str | None, seconds: float, steps: int = 1) -> None:
@@ -441,9 +444,10 @@ _TOUCHES: dict[type[Any], Callable[[Any, torch.Tensor], torch.Tensor]] = {
 class _Run:
     """One decoding loop of one model in one thread.
 
-    contract: what it can look at. input_ids: those of the step, (B, n). reason: why every step is dense, or None.
-    armed: the loop has prepared a forward pass that has not reached the head yet. Only such a pass may be answered
-    sparsely, so a model that is called from a stopping criterion or a streamer meets its stock layer.
+    contract: what it can look at. input_ids: all of them so far, (B, n); known: and these are of this step. reason: why
+    every step is dense, or None. armed: the loop has prepared a forward pass that has not reached the head yet. Only
+    such a pass may be answered sparsely, so a model that is called from a stopping criterion or a streamer meets its
+    stock layer.
     """
 
     state: Accelerated
@@ -451,16 +455,29 @@ class _Run:
     contract: _Contract = dataclasses.field(default_factory=_Contract)
     reason: str | None = None
     armed: bool = False
-    input_ids: Any = None
+    input_ids: torch.Tensor | None = None
+    known: bool = False
 
     def arm(self, input_ids: Any) -> None:
         self.close()
-        self.armed, self.input_ids = True, input_ids
+        self.armed = True
+        if self.contract.touched:
+            self.known = self._goes_on(input_ids)
+            if self.known:
+                self.input_ids = input_ids
+
+    def _goes_on(self, ids: Any) -> bool:
+        """Are these all ids so far, which the processors will see? A prefill in chunks prepares with parts of them."""
+        last = self.input_ids
+        if not isinstance(ids, torch.Tensor) or last is None or ids.dim() != 2 or len(ids) != len(last):
+            return False
+        n = last.shape[1]
+        return ids.shape[1] in (n, n + 1) and torch.equal(ids[:, :n], last)
 
     def touched_ids(self, n_states: int, n_rows: int) -> list[NDArray[np.int64]] | str:
         """For each state the ids that the processors can change."""
         ids = self.input_ids
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != n_states:
+        if ids is None or not self.known or len(ids) != n_states:
             return "ids so far not known"
         found = []
         for touches in self.contract.touched:
@@ -532,6 +549,7 @@ def _certified_class(base: type[Any]) -> type[Any]:
         self: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
     ) -> Any:
         run = vars(self)[_ATTRIBUTE]._begin(self, logits_processor, generation_config)
+        run.input_ids = input_ids
         return _within(
             run, lambda: base._sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
         )
