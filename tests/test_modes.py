@@ -542,3 +542,117 @@ def test_rounded_ties_go_to_the_smallest_id() -> None:
     decided = best.ids >= 0
     assert decided.any()
     assert (best.ids[decided] == stock[decided]).all()
+
+
+# Where float64 is too coarse.
+
+
+def cancelling(big: float, rows: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """Every float64 score is lost in the rounding of 2 big; row 1 beats all others by 5."""
+    weight = np.zeros((rows, 8), np.float32)
+    weight[:, 0], weight[:, 1] = 1.0, -1.0
+    weight[1, 2] = 5.0
+    return weight, np.array([[big, big, 1.0, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("big", [1e10, 1e15, 1e17, 1e19, 1e20])
+def test_cancellation_never_certifies_a_wrong_mode(big: float) -> None:
+    weight, h = cancelling(big)
+    head = serve(weight, np.concatenate([np.eye(8, dtype=np.float32), h.astype(np.float32)]))
+    logits = np.zeros(300)
+    logits[1] = 5.0
+    z = np.log(np.exp(logits).sum())
+    found = head.log_partition(h)
+    assert found.low[0] - 1e-9 <= z <= found.high[0] + 1e-9
+    assert not found.certificates.certified[0] or found.width[0] <= 1e-3
+    cd.verify(found, h, weight)
+    soft = head.softmax(h, 0.1)
+    cd.verify(soft, h, weight)
+    for options in ({"top_p": 0.05}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.05}, {"top_k": 1}):
+        for seed in range(4):
+            draw = head.sample(h, seed=seed, **options)
+            assert draw.ids[0] == 1, options
+            cd.verify(draw, h, weight)
+    draw = head.sample(h, 1.0, top_p=0.9, seed=0)
+    cd.verify(draw, h, weight)
+
+
+def test_equal_floats_have_their_exact_order() -> None:
+    """Row 70 is above row 10 by 2^-60: the first of the nucleus, whatever float64 says."""
+    weight, states = make_head(100, 8)
+    weight *= 0.01
+    weight[10], weight[70] = 0.0, 0.0
+    weight[10, 0] = weight[70, 0] = 30.0
+    weight[70, 1] = 2.0**-60
+    h = np.ones((1, 8), np.float32)
+    head = serve(weight, states)
+    assert head.top_k(h).ids[0, 0] == 70
+    for options in ({"top_p": 0.3}, {"top_p": 1e-12}, {"top_k": 5, "top_p": 0.3}, {"min_p": 1.0}, {"top_k": 1}):
+        for seed in range(6):
+            draw = head.sample(h, seed=seed, **options)
+            assert draw.ids[0] == 70, options
+            cd.verify(draw, h, weight)
+
+
+def test_chosen_scores_may_come_in_any_order() -> None:
+    weight, states = peaked(300)
+    head = serve(weight, states[:32])
+    logits = states[:1].astype(np.float64) @ weight.astype(np.float64).T
+    for ids in (np.arange(300)[::-1], np.zeros(300, np.int64)):
+        assert np.abs(head.scores(states[:1], ids[None]).logits[0] - logits[0, ids]).max() < 1e-9
+
+
+def test_scores_beyond_float32_are_dense() -> None:
+    weight = -np.full((300, 8), 3e38, np.float32)
+    head = serve(weight, np.eye(8, dtype=np.float32))
+    h = np.full((1, 8), 3.0)
+    for result in (head.softmax(h), head.log_partition(h), head.sample(h, top_p=0.5, seed=0), head.sample(h, seed=0)):
+        cd.verify(result, h, weight)
+    assert head.sample(h, top_k=2**62, seed=0).ids.shape == (1,)
+
+
+def test_a_head_is_about_states_of_its_own_type() -> None:
+    torch = pytest.importorskip("torch")
+    weight, states = peaked(300)
+    head = serve(torch.from_numpy(weight).bfloat16(), states[:32])
+    with pytest.raises(ValueError, match="no bfloat16 numbers"):
+        head.model_argmax(states)
+
+
+@pytest.mark.parametrize("mode", ["within", "softmax", "partition", "draw", "top probs", "model"])
+def test_verify_notices_subtler_forgeries(mode: str) -> None:
+    weight, states = peaked(800)
+    head = serve(weight, states[:32])
+    few = states[:2]
+    forged: list[Any] = []
+    if mode == "within":
+        for change in (5.0, np.nan):
+            forged.append(head.within(few, 3.0))
+            forged[-1].logits[0][:] += change
+        forged.append(head.within(few, 3.0))
+        forged[-1].ids[0], forged[-1].logits[0] = forged[-1].ids[0][::-1], forged[-1].logits[0][::-1]
+    elif mode == "softmax":
+        forged = [head.softmax(few, 0.2), head.softmax(few, 0.2)]
+        forged[0].ids[0] = forged[0].ids[0] - 800
+        forged[1].certificates.tv_bound[:] = 0.0
+    elif mode == "partition":
+        forged = [head.log_partition(few)]
+        forged[0].low[:], forged[0].high[:] = -np.inf, np.inf
+    elif mode == "draw":
+        forged = [head.sample(few, seed=0), head.sample(few, seed=0)]
+        forged[0].certificates.threshold[:] = 1e9
+        forged[1].certificates.max_unopened[:] = -np.inf
+        forged[1].certificates.rows_scored[:] = 1
+    elif mode == "top probs":
+        forged = [head.top_log_probs(few, 2)]
+        for column in (forged[0].ids, forged[0].low, forged[0].high):
+            column[:] = column[:, ::-1].copy()
+    else:
+        torch = pytest.importorskip("torch")
+        weight, few = torch.from_numpy(weight).bfloat16(), torch.from_numpy(few).bfloat16()
+        forged = [serve(weight, states[:32]).model_argmax(few)]
+        cd.verify(forged[0], few, weight)
+        forged[0].ids[:] = (forged[0].ids + 1) % 800
+    for result in forged:
+        with pytest.raises(cd.VerificationError):
+            cd.verify(result, few, weight)

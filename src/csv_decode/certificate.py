@@ -189,6 +189,7 @@ class Softmax:
     ids: list[I64]
     probabilities: list[F64]
     temperature: F64
+    epsilon: F64
     tv_bound: F64
     certificates: Certificates
     allowed: list[NDArray[np.uint32] | None] | None = None
@@ -196,11 +197,14 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class LogPartition:
-    """``log sum_i exp(logit_i / temperature)`` of B states: it lies in [low, high], (B,) each."""
+    """``log sum_i exp(logit_i / temperature)`` of B states: it lies in [low, high], (B,) each. asked (B,): the width
+    that was asked for.
+    """
 
     low: F64
     high: F64
     temperature: F64
+    asked: F64
     certificates: Certificates
     allowed: list[NDArray[np.uint32] | None] | None = None
 
@@ -211,12 +215,16 @@ class LogPartition:
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Log-probabilities of chosen ids (B, n): each lies in [low, high], (B, n) each."""
+    """Log-probabilities of chosen ids (B, n): each lies in [low, high], (B, n) each. asked (B,): the width that was
+    asked for. top: whether the ids are the largest, in order.
+    """
 
     ids: I64
     low: F64
     high: F64
+    asked: F64
     certificates: Certificates
+    top: bool = False
 
 
 @dataclass

@@ -430,7 +430,7 @@ class CertifiedHead:
             certificates, tv_bound=bound, certified=certificates.certified & (bound <= eps)
         )
         self._note(certificates, time.perf_counter() - started)
-        return Softmax(ids, probabilities, t, bound, certificates, scan.allowed)
+        return Softmax(ids, probabilities, t, eps, bound, certificates, scan.allowed)
 
     def log_partition(
         self, hidden: Array, width: Any = 1e-3, temperature: Any = 1.0, allowed: Array | None = None
@@ -449,7 +449,7 @@ class CertifiedHead:
         low, high = np.array([modes.log_interval(mass) for mass in masses]).T
         certificates = dataclasses.replace(certificates, certified=certificates.certified & (high - low <= widths))
         self._note(certificates, time.perf_counter() - started)
-        return LogPartition(low, high, t, certificates, scan.allowed)
+        return LogPartition(low, high, t, widths, certificates, scan.allowed)
 
     def log_probs(self, hidden: Array, ids: Array, width: Any = 1e-3) -> LogProbs:
         """Log-probabilities of chosen ids, (B,) or (B, n): intervals at most `width` wide that contain them.
@@ -469,9 +469,9 @@ class CertifiedHead:
         k = whole("k", k, 1, self.spec.n_rows)
         scan = self._scan_of(hidden, None)
         top = self._allowed_top_k(scan, k, ties=False)
-        return self._log_probs(scan, np.asarray(top.ids), width, started)
+        return self._log_probs(scan, np.asarray(top.ids), width, started, top=True)
 
-    def _log_probs(self, scan: Scan, ids: I64, width: Any, started: float) -> LogProbs:
+    def _log_probs(self, scan: Scan, ids: I64, width: Any, started: float, top: bool = False) -> LogProbs:
         n = len(scan)
         widths = column("width", width, n, np.float64, 1e-9, 100.0)
         for b in range(n):
@@ -489,7 +489,7 @@ class CertifiedHead:
         certified = certificates.certified & ((high - low).max(axis=1) <= widths)
         certificates = dataclasses.replace(certificates, certified=certified)
         self._note(certificates, time.perf_counter() - started)
-        return LogProbs(ids, low, high, certificates)
+        return LogProbs(ids, low, high, widths, certificates, top)
 
     def within(self, hidden: Array, margin: Any, allowed: Array | None = None) -> Within:
         """Every id whose logit is at least the largest less `margin`: what min-p keeps, with -T log(min_p).

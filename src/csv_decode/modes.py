@@ -116,8 +116,8 @@ class Mass:
         with np.errstate(under="ignore", over="ignore"):
             self.weights = np.exp((self.value - self.start) / t)
         self.scored = float(self.weights.sum())
-        # e^x moves by its argument's error: that of the score, of the subtraction and of the division. A row whose whole
-        # interval is 750 t below the start has a weight of zero and no say.
+        # e^x moves by its argument's error: that of the score, of the subtraction and of the division. A row whose
+        # whole interval is 750 t below the start has a weight of zero and no say.
         off = error + RELATIVE * (np.abs(self.value) + abs(self.start))
         argument = float(off[self.value + off >= self.start - 750 * t].max()) / t
         self.error = math.expm1(argument) + _EXP if argument < 700 else math.inf

@@ -1,10 +1,11 @@
 """The sceptic's checker: is this really the answer? It shares no code with the cascade and reads no index.
 
-(Noise is recomputed from its definition in numpy; the kernels have their own.)
+(Noise is recomputed from its definition in numpy; the kernels have their own. Of `narrow` it takes how numbers round.)
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .certificate import Certificate, Certificates, Draw, LogPartition, LogProbs, Softmax, TopK, Within
+from .certificate import Certificate, Certificates, Draw, LogPartition, LogProbs, ModelArgmax, Softmax, TopK, Within
 from .kernels import require_ieee
+from .narrow import logit_interval
 from .noise import gumbel
 from .spec import Array, HeadSpec, as_states, whole
 
@@ -49,7 +51,7 @@ def _exact(row: F64, h: F64, bias: float) -> Fraction:
     return Fraction(sum(p[0] * q[0] * (common // (p[1] * q[1])) for p, q in ratios), common)
 
 
-Result = TopK | Draw | Within | Softmax | LogPartition | LogProbs
+Result = TopK | Draw | Within | Softmax | LogPartition | LogProbs | ModelArgmax
 
 
 def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> VerificationReport:
@@ -65,7 +67,9 @@ def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> Verificatio
     - a draw: the id is the one that the race over the whole vocabulary picks, from its definition in numpy;
     - within: no id is missing, and none is farther from the largest;
     - softmax: the total variation distance from the whole one is at most tv_bound;
-    - log partition, log-probabilities: the interval contains the float64 value, within its own rounding.
+    - log partition, log-probabilities: the interval contains the float64 value, within its own rounding, and is as
+      narrow as asked where it is certified; the largest ones are the largest, in order;
+    - the argmax of a narrow head: no other row can have a larger logit, or an equal one and a smaller id.
 
     Returns a report, or raises VerificationError naming the state and the rows. ValueError for weights or states that
     are no finite numbers, and for a result of another kind.
@@ -90,7 +94,8 @@ def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> Verificatio
     comparisons, worst = 0, 0.0
     for b in range(len(h)):
         rows_of = _Rows(spec, h[b], bias, value[b], error[b])
-        bits = None if isinstance(result, LogProbs) or result.allowed is None else result.allowed[b]
+        allowed = getattr(result, "allowed", None)
+        bits = None if allowed is None else allowed[b]
         if bits is not None:
             out = np.unpackbits(bits.view(np.uint8), count=n, bitorder="little") == 0
             rows_of.allowed = ~out
@@ -115,7 +120,7 @@ def _require_form(result: Result, states: int) -> None:
         for name, value in vars(result).items():
             if name in ("ids", "logits", "probabilities", "low", "high"):
                 rows.append(value)
-            elif name not in ("certificates", "allowed", "k"):
+            elif name not in ("certificates", "allowed", "k", "top"):
                 columns.append(value)
         if not all(isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "biuf" for x in columns):
             raise TypeError("a column is not one number a state")
@@ -170,112 +175,175 @@ class _Rows:
         logits = np.where(self.allowed, spec.finish(self.value), -np.inf)
         return logits, self.error * spec.scale + 2.0**-50 * np.abs(spec.finish(self.value))
 
+    def gaps(self, temperature: float) -> tuple[F64, float]:
+        """How far each logit is below the largest, -infinity where it is not allowed or 800 T or more; and a bound on
+        the errors. Where float64 is coarse beside T, exact sums take its place."""
+        t = temperature / self.spec.scale
+        value, error = np.where(self.allowed, self.value, -np.inf), self.error
+        near = np.nonzero(value + error >= (value - error).max() - 800 * t)[0]
+        out, off = np.full(len(value), -np.inf), float(error[near].max()) * 2
+        if off < 1e-6 * t or self.spec.softcap is not None:
+            logits = np.where(self.allowed, self.spec.finish(self.value), -np.inf)
+            out[near] = logits[near] - logits.max()
+            return out, off * self.spec.scale + 2.0**-50 * abs(float(logits.max()))
+        if len(near) > 1 << 14:
+            raise VerificationError(f"{len(near)} rows are too close for float64 beside the temperature")
+        exact = [self.exact(int(i)) for i in near]
+        best = max(exact)
+        out[near] = [float(max(x - best, Fraction(-1000) * Fraction(t))) * self.spec.scale for x in exact]
+        return out, 2.0**-50 * 1000 * temperature
+
     def log_partition(self, temperature: float) -> tuple[float, float]:
         """Value and a bound on its error."""
-        logits, error = self.logits()
-        x = logits / temperature
-        top = float(x.max())
-        total = float(np.exp(x - top).sum())
-        near = x >= top - 745
-        return top + math.log(total), float(error[near].max()) / temperature + 1e-13 * (1 + abs(top))
+        gaps, off = self.gaps(temperature)
+        best = int(np.argmax(gaps))
+        top = float(self.exact(best)) * self.spec.scale / temperature if self.spec.softcap is None else np.nan
+        value = top + math.log(float(np.exp(gaps / temperature).sum()))
+        return value, off / temperature + 1e-13 * (1 + abs(top))
+
+    def order(self, temperature: float) -> NDArray[np.int64]:
+        """Allowed ids, larger score first, then the smaller id: exactly, as far down as mass counts."""
+        ids = np.nonzero(self.allowed)[0]
+        order = ids[np.lexsort((ids, -self.value[ids]))]
+        gaps, _ = self.gaps(temperature)
+
+        def first_of(i: int, j: int) -> int:
+            return -self.compare(i, j) or i - j
+
+        apart = self.value[order[:-1]] - self.value[order[1:]] > self.error[order[:-1]] + self.error[order[1:]]
+        starts = np.concatenate([[0], np.nonzero(apart)[0] + 1, [len(order)]])
+        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            if 1 < last - first <= 1 << 12 and gaps[order[first:last]].max() > -40 * temperature:
+                chain = order[first:last].tolist()
+                chain.sort(key=functools.cmp_to_key(first_of))
+                order[first:last] = chain
+        return order
 
 
 def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
     t, n = float(draw.temperature[b]), len(rows.value)
-    ids = np.nonzero(rows.allowed)[0]
     got = int(draw.ids[b])
     if not 0 <= got < n or not rows.allowed[got]:
         raise VerificationError(f"state {b}: id {got} is not an allowed id below {n}")
-    logits, error = rows.logits()
-    order = ids[np.lexsort((ids, -logits[ids]))]
+    order = rows.order(t)
+    gaps, off = rows.gaps(t)
     keep = order
     if draw.top_k[b] > 0:
-        last = order[min(int(draw.top_k[b]), len(order)) - 1]
-        near = [int(i) for i in order if abs(logits[i] - logits[last]) <= error[i] + error[last]]
-        keep = np.array(
-            [i for i in order if (rows.compare(int(i), int(last)) >= 0 if i in near else logits[i] > logits[last])]
-        )
-    unsure = np.zeros(len(keep), bool)  # within 10^-11 of an edge: ours to define
+        k = min(int(draw.top_k[b]), len(order))
+        while k < len(order) and rows.compare(int(order[k]), int(order[k - 1])) == 0:
+            k += 1
+        keep = order[:k]
+    unsure = np.zeros(len(keep), bool)  # within rounding of an edge: ours to define
     if draw.top_p[b] < 1:
-        weight = np.exp((logits[keep] - logits[keep[0]]) / t)
+        weight = np.exp(gaps[keep] / t)
         before = np.concatenate([[0.0], np.cumsum(weight)[:-1]]) / weight.sum()
-        unsure |= np.abs(before - draw.top_p[b]) < 1e-11
+        unsure |= np.abs(before - draw.top_p[b]) < 1e-11 + 4 * off / t
         inside = (before < draw.top_p[b]) | unsure
         keep, unsure = keep[inside], unsure[inside]
     if draw.min_p[b] > 0:
-        gap = (logits[keep] - logits[keep[0]]) / t - math.log(draw.min_p[b])
-        unsure |= np.abs(gap) < 1e-11 * max(1.0, float(np.abs(logits[keep]).max()) / t)
-        inside = (gap >= 0) | unsure
+        edge = t * math.log(draw.min_p[b])
+        unsure |= np.abs(gaps[keep] - edge) < 2 * off + 2.0**-48 * abs(edge)
+        inside = (gaps[keep] >= edge) | unsure
         keep, unsure = keep[inside], unsure[inside]
     unsure[keep == order[0]] = False
     if got not in keep:
         raise VerificationError(f"state {b}: id {got} is outside of the set that top-k, top-p and min-p leave")
-    noise = gumbel(int(draw.seed[b]), int(draw.stream[b]), int(draw.position[b]), keep)
+    noise = gumbel(int(draw.seed[b]), int(draw.stream[b]), int(draw.position[b]), np.arange(n))
+    unit = t / rows.spec.scale
     factor = Fraction(t) / Fraction(rows.spec.scale)
-    at = int(np.nonzero(keep == got)[0][0])
-    key = rows.value[keep] + t / rows.spec.scale * noise
-    slack = rows.error[keep] + 2.0**-48 * (np.abs(rows.value[keep]) + t / rows.spec.scale * np.abs(noise))
-    for i in np.nonzero((key + slack >= key[at] - slack[at]) & ~unsure)[0].tolist():
-        if i == at:
+    key = rows.value + unit * noise
+    slack = rows.error + 2.0**-48 * (np.abs(rows.value) + unit * np.abs(noise))
+    for i in keep[(key[keep] + slack[keep] >= key[got] - slack[got]) & ~unsure].tolist():
+        if i == got:
             continue
-        sign = rows.compare(int(keep[i]), got, (factor * Fraction(noise[i]), factor * Fraction(noise[at])))
-        if sign > 0 or (sign == 0 and keep[i] < got):
-            raise VerificationError(f"state {b}: the race goes to id {keep[i]}, not to id {got}")
-    off = abs(float(rows.spec.finish(rows.value[got : got + 1])[0]) - float(draw.logits[b]))
-    if not off <= 2 * error[got]:
-        raise VerificationError(f"state {b}: the logit of id {got} is {off:.3g} away from its value")
-    _check_certificate(draw.certificates[b], b)
-    return off
+        sign = rows.compare(i, got, (factor * Fraction(noise[i]), factor * Fraction(noise[got])))
+        if sign > 0 or (sign == 0 and i < got):
+            raise VerificationError(f"state {b}: the race goes to id {i}, not to id {got}")
+    off_by = abs(float(rows.spec.finish(rows.value[got : got + 1])[0]) - float(draw.logits[b]))
+    if not off_by <= rows.spec.scale * 2 * rows.error[got] + 2.0**-48 * abs(float(draw.logits[b])):
+        raise VerificationError(f"state {b}: the logit of id {got} is {off_by:.3g} away from its value")
+    if draw.top_k[b] > 0:
+        last = int(order[min(int(draw.top_k[b]), len(order)) - 1])
+        _check_certificate(draw.certificates[b], b, rows.allowed, rows.value, rows.error, last)
+    else:
+        _check_certificate(draw.certificates[b], b, rows.allowed, key, slack, got)
+    return off_by
 
 
-def _check_certificate(certificate: Certificate, b: int) -> None:
-    if (
-        certificate.certified
-        and certificate.max_unopened > -np.inf
-        and not certificate.threshold > certificate.max_unopened
-    ):
+def _check_certificate(certificate: Certificate, b: int, allowed: Any, key: F64, slack: F64, last: int) -> None:
+    """Keys of all rows; `last` has the one that the threshold bounds from below."""
+    if not certificate.certified:
+        return
+    if certificate.max_unopened > -np.inf and not certificate.threshold > certificate.max_unopened:
         raise VerificationError(
             f"state {b}: threshold {certificate.threshold} is not above max_unopened {certificate.max_unopened}"
         )
+    if certificate.threshold > key[last] + slack[last]:
+        raise VerificationError(f"state {b}: threshold {certificate.threshold} is above {key[last]}")
+    above = int(np.sum(allowed & (key - slack > certificate.max_unopened)))
+    if certificate.rows_scored < above:
+        raise VerificationError(
+            f"state {b}: {above} rows are above max_unopened {certificate.max_unopened}, "
+            f"but only {certificate.rows_scored} rows were scored"
+        )
+
+
+def _require_ids(b: int, ids: Any, rows: _Rows) -> None:
+    if len(ids) == 0 or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= len(rows.value):
+        raise VerificationError(f"state {b}: {ids.tolist()[:10]} are not distinct ids below {len(rows.value)}")
+    if not rows.allowed[ids].all():
+        raise VerificationError(f"state {b}: id {ids[~rows.allowed[ids]][0]} is not allowed")
 
 
 def _verify_within(near: Within, b: int, rows: _Rows) -> float:
     logits, error = rows.logits()
-    ids = near.ids[b]
+    ids, given = near.ids[b], near.logits[b]
+    _require_ids(b, ids, rows)
     edge = logits.max() - near.margin[b]
-    slack = error + 1e-11 * (np.abs(logits.max()) + near.margin[b])
+    slack = error + float(error.max()) + 1e-11 * (np.abs(logits.max()) + near.margin[b])
     must, may = np.nonzero(logits >= edge + slack)[0], logits >= edge - 4 * slack
     missing = np.setdiff1d(must, ids)
     if len(missing):
         raise VerificationError(f"state {b}: id {missing[0]} is missing, its logit is within {near.margin[b]}")
-    if len(set(ids.tolist())) != len(ids) or not may[ids].all():
-        raise VerificationError(
-            f"state {b}: an id is there twice, or is farther than {near.margin[b]} from the largest"
-        )
-    return float(np.abs(logits[ids] - near.logits[b]).max())
+    if not may[ids].all():
+        raise VerificationError(f"state {b}: an id is farther than {near.margin[b]} from the largest")
+    off = np.abs(logits[ids] - given)
+    if not (off <= 2 * error[ids]).all() or not (np.diff(given) <= 0).all():
+        raise VerificationError(f"state {b}: a logit is not its value, or they are not in order")
+    certificate = near.certificates[b]
+    last = int(rows.order(1.0)[0])
+    _check_certificate(certificate, b, rows.allowed, rows.value, rows.error, last)
+    return float(off.max())
 
 
 def _verify_softmax(soft: Softmax, b: int, rows: _Rows) -> float:
-    logits, _ = rows.logits()
-    z, error = rows.log_partition(float(soft.temperature[b]))
-    q = np.zeros(len(logits))
-    q[soft.ids[b]] = soft.probabilities[b]
-    if len(set(soft.ids[b].tolist())) != len(soft.ids[b]) or not (q >= 0).all() or abs(q.sum() - 1) > 1e-9:
+    t, ids, bound = float(soft.temperature[b]), soft.ids[b], float(soft.tv_bound[b])
+    _require_ids(b, ids, rows)
+    gaps, error = rows.gaps(t)
+    p, q = np.exp(gaps / t), np.zeros(len(gaps))
+    q[ids] = soft.probabilities[b]
+    if not (q >= 0).all() or not abs(q.sum() - 1) <= 1e-9:
         raise VerificationError(f"state {b}: the probabilities are not a distribution over distinct ids")
-    distance = float(np.abs(np.exp(logits / soft.temperature[b] - z) - q).sum()) / 2
-    if not distance <= soft.tv_bound[b] + 2 * error + 1e-12:
-        raise VerificationError(f"state {b}: total variation {distance} is above its bound {soft.tv_bound[b]}")
+    distance = float(np.abs(p / p.sum() - q).sum()) / 2
+    if not distance <= bound + 2 * error / t + 1e-12:
+        raise VerificationError(f"state {b}: total variation {distance} is above its bound {bound}")
+    certificate = soft.certificates[b]
+    if certificate.tv_bound != bound or (certificate.certified and not bound <= soft.epsilon[b]):
+        raise VerificationError(f"state {b}: the certificate does not say the bound {bound}, or it is above epsilon")
     return 0.0
 
 
-def _inside(b: int, what: str, low: F64, high: F64, value: F64, error: float) -> None:
+def _inside(b: int, what: str, low: F64, high: F64, value: F64, error: float, asked: float | None) -> None:
     if not ((low <= value + error) & (value - error <= high) & (low <= high)).all():
         raise VerificationError(f"state {b}: {what} {value} is not in [{low}, {high}]")
+    if asked is not None and not (high - low <= asked).all():
+        raise VerificationError(f"state {b}: certified, but wider than {asked}")
 
 
 def _verify_log_partition(z: LogPartition, b: int, rows: _Rows) -> float:
     value, error = rows.log_partition(float(z.temperature[b]))
-    _inside(b, "the log partition", z.low[b], z.high[b], np.float64(value), error)
+    asked = float(z.asked[b]) if z.certificates.certified[b] else None
+    _inside(b, "the log partition", z.low[b], z.high[b], np.float64(value), error, asked)
     return 0.0
 
 
@@ -283,8 +351,38 @@ def _verify_log_probs(probs: LogProbs, b: int, rows: _Rows) -> float:
     value, error = rows.log_partition(1.0)
     logits, each = rows.logits()
     ids = probs.ids[b]
-    _inside(b, "a log-probability", probs.low[b], probs.high[b], logits[ids] - value, error + float(each[ids].max()))
+    if ids.min() < 0 or ids.max() >= len(logits):
+        raise VerificationError(f"state {b}: an id is outside of 0 to {len(logits) - 1}")
+    asked = float(probs.asked[b]) if probs.certificates.certified[b] else None
+    off = error + float(each[ids].max())
+    _inside(b, "a log-probability", probs.low[b], probs.high[b], logits[ids] - value, off, asked)
+    if probs.top and ids.tolist() != rows.order(1.0)[: len(ids)].tolist():
+        raise VerificationError(f"state {b}: these are not the {len(ids)} largest, in order")
     return 0.0
+
+
+def _verify_model_argmax(best: ModelArgmax, b: int, rows: _Rows) -> float:
+    """By the smallest and largest logit that the head's arithmetic can give each row: is this id the first of the
+    largest, whatever the roundings?"""
+    got, kind, width = int(best.ids[b]), rows.spec.rows.kind, rows.spec.width
+    if got < 0:
+        return 0.0
+    size, peak = np.abs(rows.h), 0.0
+    sums = np.empty(len(rows.value))
+    for first in range(0, len(sums), _CHUNK):
+        part = slice(first, min(first + _CHUNK, len(sums)))
+        weights = np.abs(rows.spec.rows.float32(part).astype(np.float64))
+        sums[part], peak = weights @ size, max(peak, float(weights.max()))
+    unit = (width + 1) * 2.0**-24
+    floor = 2 * width * 2.0**-126 * max(1.0, peak, float(size.max()))
+    off = sums * unit / (1 - unit) * (1 + 2.0**-30) + floor + rows.error
+    low, high = logit_interval(rows.value, off, kind)
+    others = np.arange(len(low)) != got
+    beaten = np.where(np.arange(len(low)) < got, high < low[got], high <= low[got]) | ~others
+    # a row that ties for certain with a smaller id would win, one that may tie is open
+    if not beaten.all():
+        raise VerificationError(f"state {b}: id {int(np.argmin(beaten))} may have the larger logit, not id {got}")
+    return abs(float(rows.value[got] - best.logits[b]))
 
 
 def _verify_top_k(top: TopK, b: int, rows: _Rows) -> float:
@@ -352,4 +450,5 @@ _CHECKS: dict[type[Any], Callable[[Any, int, _Rows], float]] = {
     Softmax: _verify_softmax,
     LogPartition: _verify_log_partition,
     LogProbs: _verify_log_probs,
+    ModelArgmax: _verify_model_argmax,
 }
