@@ -22,6 +22,7 @@ from .spec import Array, HeadSpec, as_states
 __all__ = ["VerificationError", "VerificationReport", "verify"]
 
 F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 _CHUNK = 4096
 
 
@@ -132,14 +133,49 @@ class _Rows:
         logits = np.where(self.allowed, spec.finish(self.value), -np.inf)
         return logits, self.error * spec.scale + 2.0**-50 * np.abs(spec.finish(self.value))
 
+    def gaps(self, unit: float, reach: float = 750.0) -> tuple[F64, F64, float]:
+        """How far each score is below the largest allowed one, in `unit`; bounds on the errors of those that may be
+        within `reach`; and the largest. Where float64 leaves too much open for such a unit, the scores are exact
+        sums."""
+        value = np.where(self.allowed, self.value, -np.inf)
+        near = value + self.error >= (value - self.error).max() - reach * unit
+        first = int(np.argmax(value))
+        top = float(value[first])
+        with np.errstate(over="ignore", invalid="ignore"):
+            gap = (top - value) / unit
+            doubt = (self.error + self.error[first] + 2.0**-50 * (np.abs(self.value) + abs(top))) / unit
+        if not doubt[near].max() <= 1e-9:
+            at = np.nonzero(near)[0]
+            scores = [self.exact(i) for i in at.tolist()]
+            largest, gap = max(scores), np.where(near, 0.0, np.inf)
+            gap[at] = [_float((largest - score) / Fraction(unit)) for score in scores]
+            doubt, top = 2.0**-52 * gap, float(largest)
+        return gap, np.where(near, doubt, 0.0), top
+
+    def chains(self, ids: I64) -> tuple[I64, I64]:
+        """ids by falling value, and where their chains of overlapping intervals start, the end included."""
+        order = ids[np.lexsort((ids, -self.value[ids]))]
+        low = np.minimum.accumulate((self.value - self.error)[order])
+        high = np.maximum.accumulate((self.value + self.error)[order][::-1])[::-1]
+        return order, np.concatenate([[0], np.nonzero(low[:-1] > high[1:])[0] + 1, [len(order)]])
+
+    def sort(self, chain: I64) -> I64:
+        """In exact order."""
+        self.comparisons += len(chain)
+        return np.array(sorted(chain.tolist(), key=lambda i: (-self.exact(i), i)), np.int64)
+
     def log_partition(self, temperature: float) -> tuple[float, float]:
         """Value and a bound on its error."""
-        logits, error = self.logits()
-        x = logits / temperature
-        top = float(x.max())
-        total = float(np.exp(x - top).sum())
-        near = x >= top - 745
-        return top + math.log(total), float(error[near].max()) / temperature + 1e-13 * (1 + abs(top))
+        gap, doubt, top = self.gaps(temperature / self.spec.scale)
+        top = top / (temperature / self.spec.scale)
+        return top + math.log(float(np.exp(-gap).sum())), float(doubt[gap < 750].max()) + 1e-13 * (1 + abs(top))
+
+
+def _float(x: Fraction) -> float:
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
@@ -148,28 +184,39 @@ def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
     got = int(draw.ids[b])
     if not 0 <= got < n or not rows.allowed[got]:
         raise VerificationError(f"state {b}: id {got} is not an allowed id below {n}")
-    logits, error = rows.logits()
-    order = ids[np.lexsort((ids, -logits[ids]))]
-    keep = order
+    _, error = rows.logits()
+    keep, starts = rows.chains(ids)
+
+    def settle(at: int) -> None:
+        """Puts the chain that holds position `at` in exact order."""
+        first, last = (int(x) for x in starts[np.searchsorted(starts, at, "right") - 1 :][:2])
+        if last - first > 1 and rows.error[keep[first:last]].any():
+            keep[first:last] = rows.sort(keep[first:last])
+
+    settle(0)
+    best = keep[0]
     if draw.top_k[b] > 0:
-        last = order[min(int(draw.top_k[b]), len(order)) - 1]
-        near = [int(i) for i in order if abs(logits[i] - logits[last]) <= error[i] + error[last]]
-        keep = np.array(
-            [i for i in order if (rows.compare(int(i), int(last)) >= 0 if i in near else logits[i] > logits[last])]
-        )
-    unsure = np.zeros(len(keep), bool)  # within 10^-11 of an edge: ours to define
+        count = min(int(draw.top_k[b]), len(keep))
+        settle(count - 1)
+        while count < len(keep) and rows.compare(int(keep[count]), int(keep[count - 1])) == 0:
+            count += 1
+        keep, starts = keep[:count], np.append(starts[starts < count], count)
+    unsure = np.zeros(len(keep), bool)  # closer to an edge than float64 can tell: ours to define
+    gap, doubt, _ = rows.gaps(t / rows.spec.scale)
     if draw.top_p[b] < 1:
-        weight = np.exp((logits[keep] - logits[keep[0]]) / t)
-        before = np.concatenate([[0.0], np.cumsum(weight)[:-1]]) / weight.sum()
-        unsure |= np.abs(before - draw.top_p[b]) < 1e-11
+        sums = np.concatenate([[0.0], np.cumsum(np.exp(-gap[keep]))])
+        settle(int(np.clip(np.searchsorted(sums, draw.top_p[b] * sums[-1]) - 1, 0, len(keep) - 1)))
+        before = np.concatenate([[0.0], np.cumsum(np.exp(-gap[keep]))[:-1]]) / sums[-1]
+        unsure |= np.abs(before - draw.top_p[b]) < 1e-11 + 4 * float(doubt[gap < 750].max())
         inside = (before < draw.top_p[b]) | unsure
         keep, unsure = keep[inside], unsure[inside]
     if draw.min_p[b] > 0:
-        gap = (logits[keep] - logits[keep[0]]) / t - math.log(draw.min_p[b])
-        unsure |= np.abs(gap) < 1e-11 * max(1.0, float(np.abs(logits[keep]).max()) / t)
-        inside = (gap >= 0) | unsure
+        edge = -math.log(draw.min_p[b])
+        gap, doubt, _ = rows.gaps(t / rows.spec.scale, 1.01 * edge + 1)
+        unsure |= np.abs(gap[keep] - edge) <= doubt[keep] + 1e-11 * (1 + edge)
+        inside = (gap[keep] <= edge) | unsure
         keep, unsure = keep[inside], unsure[inside]
-    unsure[keep == order[0]] = False
+    unsure[keep == best] = False
     if got not in keep:
         raise VerificationError(f"state {b}: id {got} is outside of the set that top-k, top-p and min-p leave")
     noise = gumbel(int(draw.seed[b]), int(draw.stream[b]), int(draw.position[b]), keep)
@@ -202,11 +249,13 @@ def _check_certificate(certificate: Certificate, b: int) -> None:
 
 
 def _verify_within(near: Within, b: int, rows: _Rows) -> float:
+    ids, margin = near.ids[b], float(near.margin[b])
+    unit = (margin or 1.0) / rows.spec.scale
+    gap, doubt, top = rows.gaps(unit, 2.0)
     logits, error = rows.logits()
-    ids = near.ids[b]
-    edge = logits.max() - near.margin[b]
-    slack = error + 1e-11 * (np.abs(logits.max()) + near.margin[b])
-    must, may = np.nonzero(logits >= edge + slack)[0], logits >= edge - 4 * slack
+    edge = 1.0 if margin else 0.0
+    slack = doubt + 1e-11 * (abs(top) / unit + edge)
+    must, may = np.nonzero(gap + slack < edge)[0], gap <= edge + 4 * slack
     missing = np.setdiff1d(must, ids)
     if len(missing):
         raise VerificationError(f"state {b}: id {missing[0]} is missing, its logit is within {near.margin[b]}")
@@ -214,17 +263,22 @@ def _verify_within(near: Within, b: int, rows: _Rows) -> float:
         raise VerificationError(
             f"state {b}: an id is there twice, or is farther than {near.margin[b]} from the largest"
         )
-    return float(np.abs(logits[ids] - near.logits[b]).max())
+    off = np.abs(logits[ids] - near.logits[b])
+    if not (off <= 2 * error[ids]).all():
+        raise VerificationError(f"state {b}: a logit is {off.max():.3g} away from its value")
+    return float(off.max())
 
 
 def _verify_softmax(soft: Softmax, b: int, rows: _Rows) -> float:
-    logits, _ = rows.logits()
-    z, error = rows.log_partition(float(soft.temperature[b]))
-    q = np.zeros(len(logits))
+    t = float(soft.temperature[b])
+    gap, _, _ = rows.gaps(t / rows.spec.scale)
+    _, error = rows.log_partition(t)
+    p = np.exp(-gap)
+    q = np.zeros(len(p))
     q[soft.ids[b]] = soft.probabilities[b]
     if len(set(soft.ids[b].tolist())) != len(soft.ids[b]) or not (q >= 0).all() or abs(q.sum() - 1) > 1e-9:
         raise VerificationError(f"state {b}: the probabilities are not a distribution over distinct ids")
-    distance = float(np.abs(np.exp(logits / soft.temperature[b] - z) - q).sum()) / 2
+    distance = float(np.abs(p / p.sum() - q).sum()) / 2
     if not distance <= soft.tv_bound[b] + 2 * error + 1e-12:
         raise VerificationError(f"state {b}: total variation {distance} is above its bound {soft.tv_bound[b]}")
     return 0.0
