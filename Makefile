@@ -1,11 +1,11 @@
 # make demo   an exact, certified Gemma-3-270M in its own environment
-# make test   lint, types and the fast tests; make test SLOW=1 adds the real models
+# make test   lint, types and the fast tests; make test SLOW=1 adds the real models and `make sanitize`
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
-.PHONY: demo test evidence clean
+.PHONY: demo test sanitize evidence clean
 
 demo: $(VENV)/demo.ready
 	$(BIN)/csv-decode generate demo --compare -n 64 -p "The capital of France is" -p "def fibonacci(n):" \
@@ -16,6 +16,11 @@ test: $(VENV)/test.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest $(if $(SLOW),,-m "not slow")
+	$(if $(SLOW),.ci/sanitize $(BIN)/python)
+
+# The native code under the address, undefined-behaviour and thread sanitizers of gcc.
+sanitize: $(VENV)/test.ready
+	.ci/sanitize $(BIN)/python
 
 # Every figure of the README, on both real heads (about half an hour on two cores).
 evidence: $(VENV)/test.ready

@@ -46,6 +46,7 @@ def test_answers_are_exact_and_every_kernel_gives_the_same(kind: str) -> None:
         np.testing.assert_array_equal(other.bytes_read, tops[-1].bytes_read)
 
 
+@pytest.mark.unsanitized
 def test_violations_are_as_rare_as_the_theorem_says() -> None:
     """Upper bounds against exact scores under many rotations: at a sigma of 0.5 to 3 some fail, never more often than
     exp(-sigma^2 / 2). (One rotation gives pairs that depend on each other; twenty give twenty draws.)"""
@@ -73,6 +74,7 @@ def test_violations_are_as_rare_as_the_theorem_says() -> None:
     assert failed[8.0] == 0
 
 
+@pytest.mark.unsanitized
 def test_a_smaller_failure_probability_keeps_more_rows() -> None:
     weight, states = make_head(2000, 128)
     index = build(weight, states[:32])

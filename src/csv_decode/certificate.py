@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +83,7 @@ class Certificates:
         return len(self.certified)
 
     def __getitem__(self, b: int) -> Certificate:
+        b = range(len(self))[operator.index(b)]
         return Certificate(
             kind=self.kind,
             guarantee=self.guarantee,

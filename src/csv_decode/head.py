@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import secrets
+import sys
 import threading
 import time
 import warnings
@@ -34,10 +35,11 @@ from .certificate import (
 )
 from .exact import rank
 from .index import Index
+from .index.structure import require_structure
 from .kernels import Cascade, get_kernels, require_ieee
 from .narrow import rounded_argmax
 from .scan import Scan, allowed_bits, exact_rows
-from .spec import Array, HeadSpec, as_states, column, positive, require_usable, whole
+from .spec import Array, HeadSpec, as_states, column, flag, one_of, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -146,20 +148,22 @@ class CertifiedHead:
         failure_probability: float = 1e-9,
     ) -> None:
         self.spec = HeadSpec.of(spec)
-        if guarantee not in ("deterministic", "probabilistic"):
-            raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+        guarantee = one_of("guarantee", guarantee, ("deterministic", "probabilistic"))
+        failure_probability = positive("failure_probability", failure_probability, 0.5, sys.float_info.min)
         if index is None:
             guarantee = "deterministic"  # every step is dense
-        built = "probabilistic" if isinstance(index, Index) and index.shadow and index.shadow.probabilistic else None
-        if isinstance(index, Index) and (built or "deterministic") != guarantee:
+        elif not isinstance(index, Index):
+            raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
+        else:
+            require_structure(index)
+        built = "probabilistic" if index is not None and index.shadow and index.shadow.probabilistic else None
+        if index is not None and (built or "deterministic") != guarantee:
             raise ValueError(
                 f"guarantee is {guarantee!r}, but the index was built for {built or 'deterministic'!r} bounds; build "
                 f"one with build_index(..., guarantee={guarantee!r})"
             )
         if budget is not None:
             budget = positive("budget", budget, 1)
-        if index is not None and not isinstance(index, Index):
-            raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
         if index is None:
             self.spec.require_finite()
         else:
@@ -169,9 +173,9 @@ class CertifiedHead:
         self.failure_probability, self._sigma = 0.0, 0.0
         if index is not None and guarantee == "probabilistic":
             assert index.shadow is not None
-            self.failure_probability = positive("failure_probability", failure_probability, 0.5)
+            self.failure_probability = failure_probability
             pairs = self.spec.n_rows * len(index.shadow.planes)
-            self._sigma = math.sqrt(2 * math.log(pairs / self.failure_probability)) * INFLATE
+            self._sigma = math.sqrt(2 * (math.log(pairs) - math.log(failure_probability))) * INFLATE
         self._share = budget
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
         self.kernels = get_kernels(kernels, threads)
@@ -228,7 +232,7 @@ class CertifiedHead:
         """
         require_ieee()
         started = time.perf_counter()
-        k = whole("k", k, 1, self.spec.n_rows)
+        k, ties = whole("k", k, 1, self.spec.n_rows), flag("ties", ties)
         if allowed is not None:
             top = self._allowed_top_k(self._scan_of(hidden, allowed), k, ties)
             self._note(top.certificates, time.perf_counter() - started)

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import operator
+import os
 import sys
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "HeadSpec", "Rows", "as_states", "column", "positive", "require_usable", "whole"]
+__all__ = [
+    "ROW_KINDS",
+    "Array",
+    "HeadSpec",
+    "Rows",
+    "as_path",
+    "as_states",
+    "column",
+    "flag",
+    "one_of",
+    "positive",
+    "require_callable",
+    "require_usable",
+    "shown",
+    "whole",
+]
 
 Array = Any  # a numpy array or a torch tensor
 F64 = NDArray[np.float64]
 
+ROW_KINDS = ("float32", "float16", "bfloat16")
 _LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 
 def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
@@ -37,37 +58,101 @@ def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
             ) from None
     if np.ma.is_masked(array):
         raise ValueError("the array has masked entries; fill them first, since a mask has no meaning here")
-    array = np.asarray(array)
-    if array.dtype.name == "bfloat16":  # ml_dtypes
-        return array.view(np.uint16), True
-    return array, False
+    try:
+        data = np.asarray(array)
+    except MemoryError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"a {type(array).__name__} cannot be read as an array of numbers ({what})") from None
+    if data.dtype.name == "bfloat16":  # ml_dtypes
+        return data.view(np.uint16), True
+    return data, False
+
+
+def _stored(data: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+    """The same numbers row by row and at addresses that suit their type, as kernels read them; copied if need be."""
+    return np.require(data, dtype, ["C_CONTIGUOUS", "ALIGNED"])
 
 
 def _bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def shown(value: Any) -> str:
+    """`repr` for messages: short, whatever the value."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of many thousand digits has none
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _scalar(value: Any) -> Any:
+    """A number out of a numpy scalar, or an array or tensor without dimensions; other things as they are."""
+    if getattr(getattr(value, "dtype", None), "kind", None) == "m":
+        raise TypeError  # a number of no unit to numpy, but time
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """A whole number from low to high, or a ValueError that names it."""
     try:
-        number = operator.index(value)
-        if isinstance(value, (bool, np.bool_)) or not low <= number <= high:
+        plain = _scalar(value)
+        number = operator.index(plain)
+        if isinstance(plain, bool) or not low <= number <= high:
             raise TypeError
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}, expected a whole number from {low} to {high}") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} is {shown(value)}, expected a whole number from {low} to {high}") from None
+    return int(number)
+
+
+def positive(name: str, value: Any, high: float = _LARGEST, low: float = _SMALLEST) -> float:
+    """A number from low to high, by default what float32 can hold, or a ValueError that names it."""
+    try:
+        plain = _scalar(value)
+        if isinstance(plain, bool) or not isinstance(plain, (numbers.Real, Decimal)):
+            raise TypeError
+        number = float(plain)
+        if not low <= number <= high:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(
+            f"{name} is {shown(value)}, expected a positive number, at least {low:.3g} and at most {high:.3g}"
+        ) from None
     return number
 
 
-def positive(name: str, value: Any, high: float = float("inf")) -> float:
-    """A finite number above 0 and at most high, or a ValueError that names it."""
+def flag(name: str, value: Any) -> bool:
+    """True or False, or a ValueError that names it."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {shown(value)}, expected True or False")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of some words, or a ValueError that names them."""
+    if not isinstance(value, str) or value not in choices:
+        expected = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+        raise ValueError(f"{name} is {shown(value)}, expected {expected}")
+    return str(value)
+
+
+def require_callable(name: str, value: Any) -> None:
+    """Raises ValueError for anything but None and what can be called."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} is {shown(value)}, expected a function or None")
+
+
+def as_path(path: Any) -> Path:
+    """The path of a file, or a ValueError for what no file system takes."""
     try:
-        number = float(value)
-        if isinstance(value, (bool, str)) or not (0 < number <= high and np.isfinite(number)):
+        name = os.fspath(path)
+        if not isinstance(name, str) or b"\0" in os.fsencode(name):
             raise TypeError
     except (TypeError, ValueError):
-        limit = "" if high == float("inf") else f" at most {high:g}"
-        raise ValueError(f"{name} is {value!r}, expected a positive finite number{limit}") from None
-    return number
+        raise ValueError(f"path is {shown(path)}, expected the path of a file, as str or os.PathLike") from None
+    return Path(name)
 
 
 def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -> NDArray[Any]:
@@ -84,9 +169,7 @@ def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -
         if (given.ndim == 1 and len(given) != n) or not inside.all():
             raise TypeError
     except (TypeError, ValueError, OverflowError):
-        shown = repr(value)
-        shown = shown if len(shown) < 80 else f"{type(value).__name__} of shape {np.shape(value)}"
-        raise ValueError(f"{name} is {shown}, expected {expected}: one, or an array ({n},)") from None
+        raise ValueError(f"{name} is {shown(value)}, expected {expected}: one, or an array ({n},)") from None
     return np.ascontiguousarray(np.broadcast_to(given.astype(dtype), (n,)))
 
 
@@ -107,7 +190,7 @@ class Rows:
             )
         if data.ndim != 2 or 0 in data.shape:
             raise ValueError(f"{what} has shape {data.shape}, expected (V, d) with V >= 1 and d >= 1")
-        return cls(np.ascontiguousarray(data), "bfloat16" if brain else data.dtype.name)
+        return cls(_stored(data), "bfloat16" if brain else data.dtype.name)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,7 +213,8 @@ class HeadSpec:
     Args:
         weight: (V, d), float32, float16 or bfloat16; one row for each token id. Not copied when contiguous.
         bias: (V,) or None, same types.
-        scale: positive factor on the logits (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
+        scale: positive factor on the logits (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``); like
+            softcap, a number that float32 can hold.
         softcap: ``cap`` of ``cap * tanh(logit / cap)`` (Gemma 2), or None.
         valid_rows: rows at and beyond this number are padding and never returned; None: all are valid.
 
@@ -159,7 +243,7 @@ class HeadSpec:
                     f"bias has shape {data.shape} and dtype {data.dtype}, expected ({n_rows},) "
                     "in float32, float16 or bfloat16"
                 )
-            bias = np.ascontiguousarray(_bf16_to_float32(data) if brain else data.astype(np.float32))
+            bias = _stored(_bf16_to_float32(data) if brain else data.astype(np.float32))
             if not np.isfinite(bias).all():
                 raise ValueError(f"bias has {int((~np.isfinite(bias)).sum())} NaN or infinite values")
         object.__setattr__(self, "scale", positive("scale", self.scale))
@@ -251,7 +335,7 @@ def as_states(hidden: Array, width: int, check: bool = True) -> F64:
         raise ValueError(f"hidden states have shape {data.shape}, expected (B, {width}) or ({width},)")
     if data.shape[0] == 0:
         raise ValueError("the batch of hidden states is empty, expected at least one state")
-    out = np.ascontiguousarray(data, dtype=np.float64)
+    out = _stored(data, np.float64)
     if check:
         require_usable(out)
     return out

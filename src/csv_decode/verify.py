@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .certificate import Certificate, Draw, LogPartition, LogProbs, Softmax, TopK, Within
+from .certificate import Certificate, Certificates, Draw, LogPartition, LogProbs, Softmax, TopK, Within
 from .kernels import require_ieee
 from .noise import gumbel
-from .spec import Array, HeadSpec, as_states
+from .spec import Array, HeadSpec, as_states, whole
 
 __all__ = ["VerificationError", "VerificationReport", "verify"]
 
@@ -67,14 +67,17 @@ def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> Verificatio
     - softmax: the total variation distance from the whole one is at most tv_bound;
     - log partition, log-probabilities: the interval contains the float64 value, within its own rounding.
 
-    Returns a report, or raises VerificationError naming the state and the rows.
+    Returns a report, or raises VerificationError naming the state and the rows. ValueError for weights or states that
+    are no finite numbers, and for a result of another kind.
     """
     require_ieee()
+    if type(result) not in _CHECKS:
+        raise ValueError(f"result is {type(result).__name__}, expected what a mode of CertifiedHead returned")
     spec = HeadSpec.of(spec)
+    spec.require_finite()
     h = as_states(hidden, spec.width)
     n, width = spec.n_rows, spec.width
-    if len(h) != len(result.certificates):
-        raise VerificationError(f"result has {len(result.certificates)} states, but {len(h)} were given")
+    _require_form(result, len(h))
     bias = np.zeros(n) if spec.bias32 is None else spec.bias32[:n].astype(np.float64)
     g = (width + 3) * 2.0**-53
     g = g / (1 - g) * 1.01
@@ -91,9 +94,43 @@ def verify(result: Result, hidden: Array, spec: HeadSpec | Array) -> Verificatio
         if bits is not None:
             out = np.unpackbits(bits.view(np.uint8), count=n, bitorder="little") == 0
             rows_of.allowed = ~out
-        worst = max(worst, _CHECKS[type(result)](result, b, rows_of))
+        try:
+            worst = max(worst, _CHECKS[type(result)](result, b, rows_of))
+        except VerificationError:
+            raise
+        except Exception as error:  # whatever ids, bits or numbers of the wrong kind lead to
+            raise VerificationError(f"this is no {type(result).__name__}: state {b}: {error!r}"[:500]) from None
         comparisons += rows_of.comparisons
     return VerificationReport(len(h), n, comparisons, worst)
+
+
+def _require_form(result: Result, states: int) -> None:
+    """Raises VerificationError for a result whose columns are not one entry a state, or hold no numbers."""
+    try:
+        c = result.certificates
+        if not isinstance(c, Certificates):
+            raise TypeError("certificates are no Certificates")
+        columns = [c.certified, c.threshold, c.max_unopened, c.rows_scored]
+        rows = []
+        for name, value in vars(result).items():
+            if name in ("ids", "logits", "probabilities", "low", "high"):
+                rows.append(value)
+            elif name not in ("certificates", "allowed", "k"):
+                columns.append(value)
+        if not all(isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "biuf" for x in columns):
+            raise TypeError("a column is not one number a state")
+        if any(len(x) != states for x in [*columns, *rows]):
+            raise ValueError(f"result has {len(rows[0])} states, but {states} were given")
+        for b in range(states):
+            shapes = {np.shape(x[b]) for x in rows}
+            kinds = {np.asarray(x[b]).dtype.kind for x in rows}
+            if len(shapes) > 1 or not kinds <= set("iuf") or not all(len(shape) <= 1 for shape in shapes):
+                raise TypeError(f"state {b}: ids and logits are not rows of numbers of the same length")
+            for x in rows[:1] if hasattr(result, "ids") else []:
+                if np.asarray(x[b]).dtype.kind not in "iu":
+                    raise TypeError(f"state {b}: ids are no whole numbers")
+    except Exception as error:
+        raise VerificationError(f"this is no {type(result).__name__}: {error}"[:500]) from None
 
 
 class _Rows:
@@ -306,7 +343,7 @@ def _verify_log_probs(probs: LogProbs, b: int, rows: _Rows) -> float:
 def _verify_top_k(top: TopK, b: int, rows: _Rows) -> float:
     ids = np.asarray(top.ids[b])
     spec, value, error = rows.spec, rows.value, rows.error
-    n, k = len(value), min(top.k, int(rows.allowed.sum()))
+    n, k = len(value), min(whole("k", top.k, 1, len(value)), int(rows.allowed.sum()))
 
     def fail(what: str) -> VerificationError:
         return VerificationError(f"state {b}: {what}")
@@ -315,7 +352,13 @@ def _verify_top_k(top: TopK, b: int, rows: _Rows) -> float:
         if (ids[k:] != -1).any() or (np.asarray(top.logits[b])[k:] != -np.inf).any():
             raise fail(f"only {k} ids are allowed, so what follows them should be -1")
         ids = ids[:k]
-    if len(ids) < k or len(set(ids.tolist())) != len(ids) or ids.min() < 0 or ids.max() >= n:
+    if (
+        (len(ids) > k and not isinstance(top.ids, list))
+        or len(ids) < k
+        or len(set(ids.tolist())) != len(ids)
+        or ids.min() < 0
+        or ids.max() >= n
+    ):
         raise fail(f"ids {ids.tolist()[:10]} are not {k} distinct ids below {n}")
     if not rows.allowed[ids].all():
         raise fail(f"id {ids[~rows.allowed[ids]][0]} is not allowed")

@@ -126,4 +126,5 @@ class ShadowBound:
             states.params[:, 8] = slack + 2.0**-140
             states.params[:, 9] = RELATIVE if i == 0 else i * 2.0**-23
             out.append(states)
-        return out, np.sum(white * white, axis=1) / dims / (self.energy or 1.0)
+        with np.errstate(over="ignore"):  # infinite beside a calibration of next to nothing
+            return out, np.sum(white * white, axis=1) / dims / (self.energy or 1.0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bounds.planes import MAX_PLANES
 from ..kernels import require_ieee, thread_count
-from ..spec import Array, HeadSpec, as_states, positive, whole
+from ..spec import Array, HeadSpec, as_states, flag, one_of, positive, require_callable, shown, whole
 from . import Index
 from .centroid import build_centroid
 from .shadow import build_shadow
@@ -24,6 +24,21 @@ Progress = Callable[[str, int, int], None]
 _BOUNDS = ("centroid", "shadow")
 #: Bits of the planes by default.
 BITS: dict[str, tuple[float, ...]] = {"deterministic": (2.4, 0.75, 1.35), "probabilistic": (1.2, 0.75, 1.35)}
+
+
+def _chosen(bounds: Any) -> tuple[str, ...]:
+    """The bounds asked for, coarse to fine."""
+    try:
+        chosen = (bounds,) if isinstance(bounds, str) else tuple(str(one_of("bounds", b, _BOUNDS)) for b in bounds)
+        if not chosen or len(set(chosen)) != len(chosen) or any(name not in _BOUNDS for name in chosen):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"bounds is {shown(bounds)}, expected 'shadow', 'centroid' or ['centroid', 'shadow']"
+        ) from None
+    if len(chosen) == 2 and chosen != _BOUNDS:
+        raise ValueError(f"bounds is {shown(bounds)}, but the coarse bound comes first: ['centroid', 'shadow']")
+    return chosen
 
 
 def build_index(
@@ -63,23 +78,18 @@ def build_index(
     """
     started = time.perf_counter()
     spec = HeadSpec.of(spec)
-    chosen = (bounds,) if isinstance(bounds, str) else tuple(bounds or ())
-    if not chosen or len(set(chosen)) != len(chosen) or any(name not in _BOUNDS for name in chosen):
-        raise ValueError(f"bounds is {bounds!r}, expected 'shadow', 'centroid' or ['centroid', 'shadow']")
-    if len(chosen) == 2 and chosen != _BOUNDS:
-        raise ValueError(f"bounds is {bounds!r}, but the coarse bound comes first: ['centroid', 'shadow']")
-    if guarantee not in BITS:
-        raise ValueError(f"guarantee is {guarantee!r}, expected 'deterministic' or 'probabilistic'")
+    chosen = _chosen(bounds)
+    guarantee = one_of("guarantee", guarantee, tuple(BITS))
     if guarantee != "deterministic" and chosen != ("shadow",):
-        raise ValueError(f"the probabilistic mode has the shadow bound alone, not bounds={bounds!r}")
-    bits = BITS[guarantee] if bits is None else bits
+        raise ValueError(f"the probabilistic mode has the shadow bound alone, not bounds={shown(bounds)}")
+    given = BITS[guarantee] if bits is None else bits
     try:
-        bits = tuple(positive("bits", b, 7) for b in bits)
+        bits = tuple(positive("bits", b, 7) for b in given)
         if not 1 <= len(bits) <= MAX_PLANES:
             raise TypeError
     except (TypeError, ValueError):
         raise ValueError(
-            f"bits is {bits!r}, expected 1 to {MAX_PLANES} numbers above 0 and at most 7, one a plane"
+            f"bits is {shown(given)}, expected 1 to {MAX_PLANES} numbers above 0 and at most 7, one a plane"
         ) from None
     ridge = positive("ridge", ridge)  # it keeps the transform invertible
     if clusters is not None:
@@ -87,6 +97,8 @@ def build_index(
     iterations = whole("iterations", iterations, 1, 1000)
     seed = secrets.randbits(31) if seed is None else whole("seed", seed, 0, 2**63 - 1)
     threads = thread_count(threads)
+    spherical, verify = flag("spherical", spherical), flag("verify", verify)
+    require_callable("progress", progress)
     require_ieee()
     spec.require_finite()
     rng = np.random.default_rng(seed)
@@ -97,10 +109,8 @@ def build_index(
     settings: dict[str, Any] = {"bounds": list(chosen), "seed": seed}
     row_ids, centroid, shadow = None, None, None
     if "centroid" in chosen:
-        centroid, row_ids = build_centroid(
-            spec, clusters, iterations, bool(spherical), seed, report("clustering"), threads
-        )
-        settings |= {"clusters": len(centroid.radius), "iterations": iterations, "spherical": bool(spherical)}
+        centroid, row_ids = build_centroid(spec, clusters, iterations, spherical, seed, report("clustering"), threads)
+        settings |= {"clusters": len(centroid.radius), "iterations": iterations, "spherical": spherical}
     if "shadow" in chosen:
         states = np.eye(spec.width) if calibration is None else as_states(calibration, spec.width)
         if not states.any():

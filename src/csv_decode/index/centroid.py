@@ -77,7 +77,8 @@ def build_centroid(
     order = np.argsort(assigned, kind="stable").astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(assigned, minlength=count))]).astype(np.int64)
     if data is not rows:
-        centroids = (centroids.astype(np.float64) * scale).astype(np.float32)
+        with np.errstate(over="ignore"):
+            centroids = (centroids.astype(np.float64) * scale).astype(np.float32)
     radius, bias = np.zeros(count), np.zeros(count, np.float32)
     for c in range(count):
         members = order[offsets[c] : offsets[c + 1]]

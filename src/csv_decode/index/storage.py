@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from ..bounds.centroid import CentroidBound
 from ..bounds.planes import Plane
 from ..bounds.shadow import ShadowBound
-from ..spec import Array, HeadSpec
+from ..spec import Array, HeadSpec, as_path
 from . import Index
 from .structure import require_structure
 
@@ -98,7 +98,7 @@ def _write(file: IO[bytes], tensors: Tensors, metadata: dict[str, str]) -> None:
 
 def save(index: Index, path: str | os.PathLike[str]) -> None:
     """Writes the index beside its place and moves it there in one step: a reader sees all of it or nothing."""
-    path = Path(path)
+    path = as_path(path)
     tensors = _tensors(index)
     shadow = index.shadow
     head = {
@@ -147,10 +147,13 @@ def _open(path: Path) -> tuple[dict[str, str], Tensors]:
             continue
         if entry["dtype"] not in _TYPES:
             raise IndexFileError(f"{path}: tensor {name} has type {entry['dtype']}, which no index has")
-        first = entry["data_offsets"][0]
-        count = math.prod(entry["shape"])
+        first, shape = entry["data_offsets"][0], entry["shape"]
         dtype = np.dtype(_TYPES[entry["dtype"]]).newbyteorder("<")
-        tensors[name] = np.frombuffer(mapped, dtype, count, start + first).reshape(entry["shape"])
+        try:
+            tensor = np.frombuffer(mapped, dtype, math.prod(shape), start + first).reshape(shape)
+            tensors[name] = np.require(tensor, requirements=["ALIGNED"])  # the codes are; behind them anything may be
+        except ValueError:  # more dimensions, or with an empty one larger dimensions, than numpy has
+            raise IndexFileError(f"{path}: tensor {name} has a shape that no index has, {str(shape)[:100]}") from None
     return metadata, tensors
 
 
@@ -163,7 +166,7 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
 
     Raises FileNotFoundError, IndexFileError or StaleIndexError.
     """
-    path = Path(path)
+    path = as_path(path)
     metadata, tensors = _open(path)
     if FORMAT not in metadata:
         raise IndexFileError(f"{path} is a safetensors file but not an index (its metadata has no {FORMAT!r})")
@@ -181,7 +184,11 @@ def load_index(path: str | os.PathLike[str], weight: HeadSpec | Array | None = N
             f"{path} has format version {version!r}, this program reads version {VERSION}; "
             "build it again with: csv-decode build MODEL"
         )
-    if checksum != _checksum(head, tensors):
+    try:
+        actual = _checksum(head, tensors)
+    except RecursionError:
+        raise fail("its metadata is nested too deeply") from None
+    if checksum != actual:
         raise IndexFileError(f"{path} is damaged (its checksum does not match); delete it and build it again")
     try:
         index = _assemble(head, tensors)

@@ -10,16 +10,32 @@ import numpy as np
 from ..bounds.centroid import CentroidBound
 from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, MAX_PLANES, Plane
 from ..bounds.shadow import ShadowBound
+from ..spec import ROW_KINDS, shown
 from . import Index
 
 __all__ = ["require_structure"]
 
+_MOST = 2**40  # rows or columns; above is no head
+
 
 def require_structure(index: Index) -> None:
-    """Raises ValueError, saying what is wrong, unless types, shapes and ranges of all arrays fit together."""
+    """Raises ValueError, saying what is wrong, unless types, shapes and ranges of all parts fit together."""
+    _typed("fingerprint", index.fingerprint, str)
+    _typed("kind", index.kind, str)
+    _require(index.kind in ROW_KINDS, f"kind is {shown(index.kind)}, expected one of {', '.join(ROW_KINDS)}")
+    _typed("shape", index.shape, tuple)
+    _require(len(index.shape) == 2, f"shape has {len(index.shape)} entries, expected 2")
     rows, width = index.shape
     n = index.n_rows
-    _require(1 <= n <= rows and width >= 1, f"shape ({rows}, {width}) with {n} valid rows is impossible")
+    for name, number in (("shape", rows), ("shape", width), ("n_rows", n)):
+        _typed(name, number, int)
+    _require(
+        1 <= n <= rows <= _MOST and 1 <= width <= _MOST,
+        f"shape ({shown(rows)}, {shown(width)}) with {shown(n)} valid rows is impossible",
+    )
+    _typed("centroid", index.centroid, CentroidBound, optional=True)
+    _typed("shadow", index.shadow, ShadowBound, optional=True)
+    _typed("settings", index.settings, dict)
     _require(index.centroid is not None or index.shadow is not None, "it holds no bound")
     _require((index.centroid is None) == (index.row_ids is None), "row_ids and centroids come together")
     if index.row_ids is not None:
@@ -36,16 +52,24 @@ def _require(holds: Any, what: str) -> None:
         raise ValueError(what)
 
 
+def _typed(name: str, value: Any, kind: type[Any], optional: bool = False) -> None:
+    right = type(value) is kind or (optional and value is None)
+    _require(right, f"{name} is {type(value).__name__}, expected {kind.__name__}")
+
+
 def _array(name: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+    _require(isinstance(array, np.ndarray), f"{name} is {type(array).__name__}, expected an array")
     _require(
         array.dtype == dtype and array.shape == shape,
-        f"{name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} {shape}",
+        f"{name} is {array.dtype} {shown(array.shape)}, expected {np.dtype(dtype)} {shown(shape)}",
     )
+    _require(array.flags.c_contiguous and array.flags.aligned, f"{name} is not stored row by row, or not aligned")
     _require(array.dtype.kind != "f" or np.isfinite(array).all(), f"{name} holds NaN or infinity")
 
 
 def _centroid(bound: CentroidBound, n: int, width: int) -> None:
-    count = len(bound.centroids)
+    _require(isinstance(bound.radius, np.ndarray) and bound.radius.ndim == 1, "centroid.radius is not a row of numbers")
+    count = len(bound.radius)
     _array("centroid.centroids", bound.centroids, np.float32, (count, width))
     _array("centroid.radius", bound.radius, np.float32, (count,))
     _array("centroid.bias_max", bound.bias_max, np.float32, (count,))
@@ -59,6 +83,12 @@ def _centroid(bound: CentroidBound, n: int, width: int) -> None:
 
 def _shadow(bound: ShadowBound, n: int, width: int) -> None:
     blocks = -(-width // BLOCK)
+    _typed("delta", bound.delta, float)
+    _typed("energy", bound.energy, float)
+    _typed("rotation_error", bound.rotation_error, float, optional=True)
+    _typed("planes", bound.planes, tuple)
+    for plane in bound.planes:
+        _typed("plane", plane, Plane)
     _require(
         0 <= bound.delta < math.inf and 0 <= bound.energy < math.inf,
         f"delta {bound.delta} or energy {bound.energy} is impossible",
@@ -86,6 +116,7 @@ def _plane(name: str, plane: Plane, n: int, blocks: int, first: bool) -> None:
     _array(f"{name}.radius_step", plane.radius_step, np.float32, (GROUPS,))
     _require(((plane.bits >= 0) & (plane.bits <= 7)).all(), f"{name} has bit widths outside 0 to 7")
     _require((plane.step >= 0).all() and (plane.radius_step > 0).all(), f"{name} has negative steps")
+    _typed(f"{name}.interleaved", plane.interleaved, bool)
     _require(plane.interleaved == first, f"{name} is stored in the wrong order")
     stored = -(-n // INTERLEAVE) * INTERLEAVE if first else n
     _array(f"{name}.words", plane.words, np.uint32, (stored, plane.words_per_row))

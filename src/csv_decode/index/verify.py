@@ -11,7 +11,7 @@ import numpy as np
 from ..bounds.planes import BLOCK, group_edges, rotation_edges
 from ..bounds.rounding import INFLATE, RELATIVE, gamma
 from ..kernels import require_ieee, thread_count
-from ..spec import Array, HeadSpec
+from ..spec import Array, HeadSpec, require_callable
 from . import Index
 from .shadow import longest_code, solve_transform
 from .structure import require_structure
@@ -40,13 +40,17 @@ def verify_index(
     Raises StaleIndexError for other weights and ValueError naming the first row whose bound does not hold.
     """
     require_ieee()
+    if not isinstance(index, Index):
+        raise ValueError(f"index is {type(index).__name__}, expected an Index; load a file with load_index(path)")
+    require_callable("progress", progress)
+    count = thread_count(threads)
     spec = HeadSpec.of(weight)
-    index.check(spec)
     require_structure(index)
+    index.check(spec)
     if index.centroid is not None:
         _verify_centroid(index, spec)
     if index.shadow is not None:
-        _verify_shadow(index, spec, thread_count(threads), progress or (lambda done, total: None))
+        _verify_shadow(index, spec, count, progress or (lambda done, total: None))
 
 
 def _fail(row: int, what: str) -> ValueError:

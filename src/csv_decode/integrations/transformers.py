@@ -152,7 +152,7 @@ def restore(model: Model) -> Model:
 
 def accelerated(model: Any) -> Accelerated | None:
     """What `accelerate` attached to the model, or None."""
-    state = vars(model).get(_ATTRIBUTE)
+    state = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
     return state if isinstance(state, Accelerated) else None
 
 

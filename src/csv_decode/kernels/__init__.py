@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bounds.planes import Plane, PlaneStates
-from ..spec import Rows, whole
+from ..spec import Rows, shown, whole
 from .native import NativeKernels, ieee, supported
 from .reference import ReferenceKernels
 
@@ -107,12 +107,12 @@ def _chosen() -> str:
 
 def get_kernels(name: str | None = None, threads: int | None = None) -> Kernels:
     """Kernels by name: generic, avx2, avx512 or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
-    name = name or _chosen()
+    name = _chosen() if name is None else name
     count = thread_count(threads)
-    if name == "reference":
+    if isinstance(name, str) and name == "reference":
         return ReferenceKernels()
-    if name not in supported():
-        raise ValueError(f"kernels {name!r} are unknown or cannot run here; there are {', '.join(supported())}")
+    if not isinstance(name, str) or name not in supported():
+        raise ValueError(f"kernels {shown(name)} are unknown or cannot run here; there are {', '.join(supported())}")
     return NativeKernels(name, count)
 
 
