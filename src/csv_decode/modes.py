@@ -129,6 +129,8 @@ class Mass:
         750 t below the largest, whatever the errors, weigh nothing. The errors of the others are small, or made so.
         """
         scan, b, t = self.scan, self.b, self.t
+        if not len(scan.scored(b)[0]):  # no centre is a float32 number
+            scan.dense(b, "overflow")
         self.ids, self.value, self.spread = scan.scored(b)
         counts = self.value + self.spread >= (self.value - self.spread).max() - 750 * t
         start = float(self.value.max())
@@ -285,6 +287,9 @@ def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log
         bars = top(scan, few, top_k)
         for b in few:
             threshold[b], left[b] = bars[b], scan.unopened(b)
+            if threshold[b] == -math.inf:  # fewer are allowed, and all of them are scored
+                _, value, error = scan.scored(b)
+                threshold[b] = float((value - error).min())
             out[b] = _draw_among(scan, b, noise[b], int(top_k[b]), top_p[b], min_p[b], log_min_p[b])
     walk = [b for b in range(n) if top_k[b] <= 0]
     for b in walk:
