@@ -221,7 +221,7 @@ def test_a_flushed_subnormal_is_within_the_bound_of_narrow_arithmetic() -> None:
 def test_partial_sums_that_overflow_decide_nothing() -> None:
     """torch says infinity, or NaN, for a score of 1e33 that is what is left of products of 1e38."""
     torch = pytest.importorskip("torch")
-    weight, states = make_head(300, 24)
+    weight, _ = make_head(300, 24)
     weight[7] = 0
     weight[7, :4] = 3e38, 3e38, -3e38, -3e38
     weight[7, 4] = 1e4

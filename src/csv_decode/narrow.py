@@ -6,7 +6,8 @@ of the weights and the state included (bfloat16 instructions take them for zero)
 
     |a_i - s_i| <= alpha_i = gamma32(d + 1) sum_j |w_ij h_j| + d 2^-126 (2 + max |w_ij| + max |h_j|)
 
-as long as no partial sum leaves the range of float32, and round() is monotone, so z_i lies between the rounded ends of [s_i - alpha_i, s_i + alpha_i].
+as long as no partial sum leaves the range of float32, and round() is monotone, so z_i lies between the rounded ends of
+[s_i - alpha_i, s_i + alpha_i].
 """
 
 from __future__ import annotations
