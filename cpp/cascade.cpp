@@ -318,6 +318,29 @@ void Cascade::finish(const Kernels& kernels, int threads, const double* h, Race 
   if (out->within_budget) score(kernels, threads, h, k, std::move(race.rows), out);
 }
 
+// The lock is only tried: a forked child may find it held by a thread that it does not have.
+std::unique_ptr<Cascade::Scratch> Cascade::borrow(size_t size) const {
+  std::unique_ptr<Scratch> scratch;
+  {
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && !idle_.empty()) {
+      scratch = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!scratch) scratch = std::make_unique<Scratch>();
+  if (scratch->centre.size() < size) {
+    scratch->centre.resize(size);
+    scratch->upper.resize(size);
+  }
+  return scratch;
+}
+
+void Cascade::give_back(std::unique_ptr<Scratch> scratch) const {
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
+}
+
 std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
                                       int64_t spare, int64_t budget) {
   const CascadeSpec& s = spec_;
@@ -341,21 +364,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   }
   if (live.empty()) return out;
 
-  std::unique_ptr<Scratch> scratch;
-  {
-    // Only tried: a forked child may find it held by a thread that it does not have.
-    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (lock.owns_lock() && !idle_.empty()) {
-      scratch = std::move(idle_.back());
-      idle_.pop_back();
-    }
-  }
-  if (!scratch) scratch = std::make_unique<Scratch>();
-  size_t need = live.size() * static_cast<size_t>(n_rows);
-  if (scratch->centre.size() < need) {
-    scratch->centre.resize(need);
-    scratch->upper.resize(need);
-  }
+  std::unique_ptr<Scratch> scratch = borrow(live.size() * static_cast<size_t>(n_rows));
   float *centre = scratch->centre.data(), *upper = scratch->upper.data();
 
   // Every code of plane 0 is read once, whatever the batch; each task also keeps the best-looking rows of its range.
@@ -416,8 +425,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     for (size_t i = 1; i < s.planes.size(); ++i) bytes += result.survivors[i - 1] * s.row_bytes(i);
     result.bytes_read = static_cast<int64_t>(std::nearbyint(once + static_cast<double>(bytes)));
   }
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
+  give_back(std::move(scratch));
   return out;
 }
 

@@ -71,7 +71,14 @@ class Cascade {
  public:
   explicit Cascade(CascadeSpec spec) : spec_(std::move(spec)) {}
 
+  // Memory for the bounds of plane 0 of some states, kept between calls.
+  struct Scratch {
+    std::vector<float> centre, upper;
+  };
+
   const CascadeSpec& spec() const { return spec_; }
+  std::unique_ptr<Scratch> borrow(size_t size) const;
+  void give_back(std::unique_ptr<Scratch> scratch) const;
   std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
@@ -81,9 +88,6 @@ class Cascade {
 
  private:
   struct Race;
-  struct Scratch {
-    std::vector<float> centre, upper;
-  };
 
   void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
@@ -93,8 +97,8 @@ class Cascade {
               StepResult* out) const;
 
   CascadeSpec spec_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Scratch>> idle_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<Scratch>> idle_;
 };
 
 // Where the intervals of the scored rows do not overlap around the k best, puts those k in order and drops the others.

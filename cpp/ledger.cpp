@@ -69,15 +69,18 @@ Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, int threads, cons
   }
   for (State& state : states_) state.rows_at.resize(cascade.spec().planes.size());
   const size_t size = first.size() * static_cast<size_t>(n_rows_);
-  centre_.resize(size);
-  upper_.resize(size);
+  scratch_ = cascade.borrow(size);
+  centre_ = scratch_->centre.data();
+  upper_ = scratch_->upper.data();
   level_.resize(size);
   if (first.empty()) return;
   parallel_ranges(threads_, (n_rows_ + kInterleave - 1) / kInterleave, 64, [&](int64_t from, int64_t to) {
     kernels_.screen(cascade_.spec().planes[0].plane, first.data(), static_cast<int>(first.size()), nullptr, from, to,
-                    centre_.data(), upper_.data(), n_rows_);
+                    centre_, upper_, n_rows_);
   });
 }
+
+Ledger::~Ledger() { cascade_.give_back(std::move(scratch_)); }
 
 bool Ledger::usable(int state) const { return slot_[static_cast<size_t>(state)] >= 0; }
 
@@ -120,7 +123,7 @@ void Ledger::allow(int b, const uint32_t* words) {
 
 std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
   const State& state = states_[static_cast<size_t>(b)];
-  const float* centre = centre_.data() + slot_[static_cast<size_t>(b)] * n_rows_;
+  const float* centre = centre_ + slot_[static_cast<size_t>(b)] * n_rows_;
   std::vector<std::pair<float, int64_t>> all;
   std::mutex mutex;
   ranges([&](int64_t, int64_t first, int64_t last) {
@@ -173,24 +176,16 @@ std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double*
         for (int64_t row : rows) {
           const size_t at = static_cast<size_t>(base + row);
           float key = upper_[at];
-          if (noisy) kernels_.add(&upper_[at], &state.extra[static_cast<size_t>(row)], 1, &key);
+          if (noisy) add_upper(&upper_[at], &state.extra[static_cast<size_t>(row)], 1, &key);
           if (!(key <= limit)) rows[kept++] = row;
         }
         rows.resize(kept);
       };
       float dropped = kNothing;
       rows.resize(static_cast<size_t>(last - first));
-      const float* key = keys(state, upper_.data() + base, plain, first, last - first, buffer);
+      const float* key = keys(state, upper_ + base, plain, first, last - first, buffer);
       rows.resize(static_cast<size_t>(kernels_.select(key, 0, last - first, bar, rows.data(), &dropped)));
       for (int64_t& row : rows) row += first;
-      if (noisy) {  // the noise itself in place of its bound
-        for (int64_t row : rows)
-          if (level_[static_cast<size_t>(base + row)] == 0) {
-            const double noise = state.temperature * gumbel(state.key, row);
-            state.extra[static_cast<size_t>(row)] = above(noise + std::fabs(noise) * 0x1p-40);
-          }
-        select(bar);
-      }
       for (size_t p = 1; p < planes.size(); ++p) {
         todo.clear();
         for (int64_t row : rows)
@@ -211,6 +206,13 @@ std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double*
         }
         refined[b * planes.size() + p] += n;
         select(bar);
+      }
+      if (noisy) {  // the noise itself in place of its bound, for the few rows that are left
+        for (int64_t row : rows) {
+          const double noise = state.temperature * gumbel(state.key, row);
+          float& extra = state.extra[static_cast<size_t>(row)];
+          extra = std::min(extra, above(noise + std::fabs(noise) * 0x1p-40));
+        }
       }
       select(last_bar);
       left[b * n_ranges + static_cast<size_t>(range)] = rows;
@@ -235,7 +237,7 @@ double Ledger::highest(int b) const {
   ranges([&](int64_t, int64_t first, int64_t last) {
     float buffer[kRange], mine = kNothing;
     int64_t odd[kRange];
-    const float* key = keys(state, upper_.data() + slot * n_rows_, false, first, last - first, buffer);
+    const float* key = keys(state, upper_ + slot * n_rows_, false, first, last - first, buffer);
     // only NaN is not at most infinity
     if (kernels_.select(key, 0, last - first, std::numeric_limits<float>::infinity(), odd, &mine) > 0)
       mine = std::numeric_limits<float>::infinity();
@@ -246,7 +248,7 @@ double Ledger::highest(int b) const {
 }
 
 void Ledger::mass(int b, float from, float rate, bool likely, double* bins) const {
-  const float* upper = (likely ? centre_ : upper_).data() + slot_[static_cast<size_t>(b)] * n_rows_;
+  const float* upper = (likely ? centre_ : upper_) + slot_[static_cast<size_t>(b)] * n_rows_;
   const size_t n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
   std::vector<double> parts(n_ranges * kMassBins);
   ranges([&](int64_t range, int64_t first, int64_t last) {

@@ -13,6 +13,9 @@ class Ledger {
  public:
   // Prepares the states h (n_states, width) and reads plane 0. The cascade must outlive the ledger.
   Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states);
+  ~Ledger();
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
 
   // False: nothing is known of this state; its rows have to be scored.
   bool usable(int state) const;
@@ -57,7 +60,8 @@ class Ledger {
   std::vector<Prepared> prepared_;
   std::vector<State> states_;
   std::vector<int> slot_;  // of each state in the arrays below, -1 where it is not usable
-  std::vector<float> centre_, upper_;
+  std::unique_ptr<Cascade::Scratch> scratch_;
+  float *centre_, *upper_;
   std::vector<uint8_t> level_;  // planes met after the first
 };
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_STATES", "OPENINGS", "calibration_key", "collect_states"]
+__all__ = ["DEFAULT_STATES", "OPENINGS", "calibration_key", "collect_states", "text_states"]
 
 F32 = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -171,6 +171,35 @@ def _read(model: Any, tokenizer: Any, text: str, tap: _Tap, count: int, report: 
         found.append(_numpy(tap.take()[0, 1:]))
         report(window - 1)
     return np.concatenate(found)
+
+
+def text_states(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int | None = None,
+    window: int = 512,
+    progress: Progress | None = None,
+) -> tuple[F32, NDArray[np.int64]]:
+    """Hidden states (N, d) on a text, and the tokens (N,) that follow each: what a perplexity is made of.
+
+    The first `tokens` + 1 tokens are read in windows that do not overlap, as far as the model can look back at once.
+    """
+    import torch
+
+    ids = torch.tensor(_encode(tokenizer, text), dtype=torch.long)[: None if tokens is None else tokens + 1]
+    if len(ids) < 2:
+        raise ValueError(f"the text has {len(ids)} tokens, expected at least 2")
+    window = min(window, _longest(model))
+    found = []
+    with torch.no_grad(), _Tap(model) as tap:
+        for start in range(0, len(ids) - 1, window):
+            part = ids[None, start : min(start + window, len(ids) - 1)].to(model.device)
+            model(input_ids=part, use_cache=False)
+            found.append(_numpy(tap.take()[0]))
+            if progress:
+                progress(min(start + window, len(ids) - 1), len(ids) - 1)
+    return np.concatenate(found), ids[1:].numpy()
 
 
 def _write(model: Any, tokenizer: Any, seed: int, tap: _Tap, count: int, report: Callable[[int], None]) -> F32:

@@ -18,7 +18,7 @@ from .exact import Race, gaps, precedes, rank
 from .noise import log
 from .scan import MASS_BINS, Scan
 
-__all__ = ["Noise", "draw", "near_largest", "partition", "shrink", "top"]
+__all__ = ["Noise", "draw", "is_member", "near_largest", "partition", "shrink", "top"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -336,12 +336,19 @@ def _walk(
         return int(np.nonzero(ids == order[0])[0][0])
     for token in order.tolist():
         if (b, token) not in decided:
-            decided[b, token] = (min_p <= 0 or _reaches(scan, b, noise, token, log_min_p)) and (
-                top_p >= 1 or _nucleus(scan, b, noise.t, token, top_p)
-            )
+            decided[b, token] = is_member(scan, b, noise, token, top_p, min_p, log_min_p)
         if decided[b, token]:
             return int(np.nonzero(scan.scored(b)[0] == token)[0][0])
     return None
+
+
+def is_member(
+    scan: Scan, b: int, noise: Noise, token: int, top_p: float, min_p: float = 0.0, log_min_p: float = 0.0
+) -> bool:
+    """Whether a scored token is in the set that top-p and then min-p leave of all rows."""
+    return (min_p <= 0 or _reaches(scan, b, noise, token, log_min_p)) and (
+        top_p >= 1 or _nucleus(scan, b, noise.t, token, top_p)
+    )
 
 
 def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> bool:
@@ -431,4 +438,6 @@ def _some(bias: NDArray[np.float32] | None, ids: I64) -> NDArray[np.float32] | N
 
 def min_p_logs(min_p: F64) -> F64:
     """log(min_p), 0 where it is not positive."""
+    if not (min_p > 0).any():
+        return np.zeros(len(min_p))
     return np.where(min_p > 0, log(np.where(min_p > 0, min_p, 1.0)), 0.0)

@@ -157,8 +157,10 @@ def as_path(path: Any) -> Path:
 
 def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -> NDArray[Any]:
     """A number for each of n states, from one number or (n,), from low to high; or a ValueError that names it."""
-    expected = f"{'whole numbers' if np.dtype(dtype).kind in 'iu' else 'numbers'} from {low:g} to {high:g}"
     whole_wanted = np.dtype(dtype).kind in "iu"
+    if (type(value) is int or (type(value) is float and not whole_wanted)) and low <= value <= high:
+        return np.full(n, value, dtype)
+    expected = f"{'whole numbers' if whole_wanted else 'numbers'} from {low:g} to {high:g}"
     try:
         given = _to_numpy(value)[0]
         if given.dtype == object and given.ndim == 0 and isinstance(value, int):

@@ -49,8 +49,6 @@ def advise(
     totals, dense = head.statistics, None
     if spec.n_rows * spec.width < SMALL_HEAD:
         dense = f"a head of {spec.n_rows:,} x {spec.width} weights fits into the cache and is served densely"
-    elif spec.rows.kind != "float32":
-        dense = f"the head is {spec.rows.kind}, and generate leaves such heads dense; load the model in float32"
     facts = [
         ("model", f"{opened.loaded.name}, head {spec.n_rows:,} x {spec.width}, {spec.rows.kind}"),
         (
