@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
-.PHONY: demo test sanitize evidence clean
+.PHONY: demo test sanitize soundness evidence clean
 
 demo: $(VENV)/demo.ready
 	$(BIN)/csv-decode generate demo --compare -n 64 -p "The capital of France is" -p "def fibonacci(n):" \
@@ -21,6 +21,12 @@ test: $(VENV)/test.ready
 # The native code under the address, undefined-behaviour and thread sanitizers of gcc.
 sanitize: $(VENV)/test.ready
 	.ci/sanitize $(BIN)/python
+
+# Every inequality, pair by pair of state and row, on both real heads and on hostile ones (about ten minutes).
+soundness: $(VENV)/test.ready
+	$(BIN)/python benchmarks/soundness.py --adversarial
+	$(BIN)/python benchmarks/soundness.py demo
+	$(BIN)/python benchmarks/soundness.py smollm2
 
 # Every figure of the README, on both real heads (about half an hour on two cores).
 evidence: $(VENV)/test.ready

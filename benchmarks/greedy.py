@@ -14,21 +14,14 @@ import argparse
 import time
 from typing import Any
 
-import numpy as np
 from common import PROMPTS, load
 from rich.console import Console
 from rich.table import Table
 
 import csv_decode as cd
+from csv_decode.exact import stock_gap
 
 console = Console()
-
-
-def rounding(spec: cd.HeadSpec, h: np.ndarray, ids: list[int]) -> float:
-    """What float32 dots of these rows may be off by together: gamma(d) sum |w_j h_j| each, with u = 2^-24."""
-    gamma = spec.width * 2.0**-24 / (1 - spec.width * 2.0**-24)
-    rows = spec.rows.float32(np.array(ids)).astype(np.float64)
-    return float(gamma * (np.abs(rows) @ np.abs(h.astype(np.float64))).sum())
 
 
 def main() -> int:
@@ -83,13 +76,11 @@ def judge(
     ids = torch.cat([ids, torch.tensor([b[:where]], dtype=ids.dtype)], 1)
     with torch.no_grad():
         h = model.get_decoder()(ids).last_hidden_state[0, -1].numpy()
-    top = cd.CertifiedHead(None, spec).top_k(h, 50)
+    top = cd.CertifiedHead(None, spec).top_k(h, 1)
     cd.verify(top, h, spec)
-    ranked = top.ids[0].tolist()
-    if a[where] not in ranked or b[where] not in ranked:
-        return f"ERROR: {a[where]} or {b[where]} is not among the best 50"
-    gap = abs(top.logits[0][ranked.index(a[where])] - top.logits[0][ranked.index(b[where])])
-    allowed = rounding(spec, h, [a[where], b[where]])
+    if top.ids[0, 0] != b[where]:
+        return f"ERROR: the best token is {top.ids[0, 0]}, not {b[where]}"
+    gap, allowed = stock_gap(spec, h, b[where], a[where])
     if gap <= allowed:
         return f"tie: the exact logits are {gap:.2g} apart, float32 may be off by {allowed:.2g}"
     return f"ERROR: the exact logits are {gap:.2g} apart, float32 may be off by {allowed:.2g}"

@@ -527,9 +527,9 @@ def test_model_argmax_is_what_the_head_computes(kind: str) -> None:
     assert (torch.argmax(stock.float(), 1).numpy()[decided] == best.ids[decided]).all()
     from csv_decode.narrow import keeps_bound
 
-    assert keeps_bound(head.spec, head.kernels, h.double().numpy(), stock.double().numpy(), head.largest_norm)
+    assert keeps_bound(head.spec, head.kernels, h.double().numpy(), stock.double().numpy())
     stock[3, 5] += 8 * torch.finfo(narrow.dtype).eps * stock[3, 5].abs() + 1
-    assert not keeps_bound(head.spec, head.kernels, h.double().numpy(), stock.double().numpy(), head.largest_norm)
+    assert not keeps_bound(head.spec, head.kernels, h.double().numpy(), stock.double().numpy())
 
 
 def test_rounded_ties_go_to_the_smallest_id() -> None:

@@ -75,6 +75,56 @@ def test_violations_are_as_rare_as_the_theorem_says() -> None:
 
 
 @pytest.mark.unsanitized
+def tail(sigma: float, m: int) -> float:
+    """P(T > sigma / sqrt(m)) for the first coordinate T of a uniform unit vector of m dimensions, m odd: its density is
+    proportional to (1 - x^2)^((m - 3) / 2), a polynomial."""
+    density = np.polynomial.Polynomial([1.0, 0.0, -1.0]) ** ((m - 3) // 2)
+    area = density.integ()
+    return float((area(1.0) - area(min(1.0, sigma / math.sqrt(m)))) / (area(1.0) - area(-1.0)))
+
+
+def test_tails_are_those_of_the_closed_form() -> None:
+    """What the codes leave across a row, along a state, is a multiple of the first coordinate of a uniform unit vector,
+    here of 31 dimensions. Its share above each point is known exactly, so a rotation that is not uniform shows, and a
+    sigma that is a fifth too small or large."""
+    weight, states = make_head(200, 32)
+    k, h = get_kernels("reference", 1), states[32:44].astype(np.float64)
+    m, rotations = 31, 60
+    beyond = {sigma: [0, 0] for sigma in (0.5, 1.0, 1.5, 2.0)}
+    pairs, ratios = 0, []
+    for _ in range(rotations):
+        shadow = build(weight, states[:32], bits=(1.5,), verify=False).shadow
+        assert shadow is not None
+        plane, transform = shadow.planes[0], shadow.transform.astype(np.float64)
+        y = np.linalg.solve(transform.T, (weight - shadow.mean).astype(np.float64).T).T
+        rho = (shadow.rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        rest = y - rho[:, None] * plane.decode(plane.rows(0, len(y)), 32)
+        across = rest - y * (np.sum(rest * y, 1) / np.sum(y * y, 1))[:, None]
+        z = h @ transform.T
+        z_across = np.sqrt(np.sum(z * z, 1)[:, None] - (z @ y.T) ** 2 / np.sum(y * y, 1))
+        moved = z @ across.T
+        upper = []
+        for sigma in (1.0, 2.0):
+            prepared, _ = shadow.prepare(k, h, sigma)
+            upper.append(k.screen(k.bind(plane, shadow.rho, None), prepared[0], None)[1].astype(np.float64))
+        a_sigma = upper[1] - upper[0]  # what one sigma adds to the bound of each pair
+        size = np.linalg.norm(across, axis=1)
+        ratios.append(a_sigma * math.sqrt(m) / (np.linalg.norm(z, axis=1)[:, None] * size))
+        pairs += moved.size
+        for sigma, count in beyond.items():
+            count[0] += int((moved > sigma / math.sqrt(m) * size * z_across).sum())
+            count[1] += int((moved > sigma * a_sigma).sum())
+    ratio = np.concatenate(ratios)
+    coded = ratio > 0.1  # a row with radii that hold for every rotation has no part across
+    assert coded.mean() > 0.9
+    assert ratio[coded].min() > 0.999, "a sigma counts for less than the theorem says"
+    assert np.median(ratio[coded]) < 1.15, "a sigma counts for far more than it needs to"
+    for sigma, (exactly, failed) in beyond.items():
+        assert abs(exactly / pairs / tail(sigma, m) - 1) < 0.12, sigma
+        assert failed / pairs < 1.05 * tail(sigma, m), sigma
+        assert tail(sigma, m) <= math.exp(-(sigma**2) / 2)
+
+
 def test_a_smaller_failure_probability_keeps_more_rows() -> None:
     weight, states = make_head(2000, 128)
     index = build(weight, states[:32])

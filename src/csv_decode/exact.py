@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .spec import HeadSpec
 
-__all__ = ["Race", "exact_gaps", "exact_scores", "rank", "stock_gap"]
+__all__ = ["Race", "exact_scores", "gaps", "precedes", "rank", "stock_gap"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -46,24 +46,41 @@ def exact_scores(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | Non
 
     About 0.2 ms a row; rows that are equal where h is not zero are computed once.
     """
-    return _exact_scores(rows, h, bias, race)[0]
+    return _sums(rows, h, bias, race)[0]
 
 
-def exact_gaps(rows: NDArray[np.float32], h: F64, bias: Bias) -> F64:
-    """How far each score is below the largest of these: 0 or negative, each rounded once."""
-    scores, exponent = _exact_scores(rows, h, bias)
-    best = max(scores)
-    out = np.empty(len(scores))
-    for i, score in enumerate(scores):
+def gaps(rows: NDArray[np.float32], h: F64, bias: Bias, unit: float) -> tuple[F64, F64]:
+    """How far each score is below the largest of them, in `unit`, and the scores: (n,) each, rounded to float64 once
+    (infinity beyond it)."""
+    live = h != 0
+    score, exponent = _sums(rows[:, live], h[live], bias, None)
+    largest = max(score)
+    return _rounded([largest - x for x in score], exponent, unit), _rounded(score, exponent, 1.0)
+
+
+def _rounded(numbers: list[int], exponent: int, unit: float) -> F64:
+    """``number * 2^exponent / unit``; the division of two integers rounds once."""
+    a, b = Fraction(unit).as_integer_ratio()
+    up, down = (b << exponent, a) if exponent >= 0 else (b, a << -exponent)
+    out = np.empty(len(numbers))
+    for i, x in enumerate(numbers):
         try:
-            out[i] = float(Fraction(score - best) * Fraction(2) ** exponent)
+            out[i] = x * up / down
         except OverflowError:
-            out[i] = -np.inf
+            out[i] = np.inf if x > 0 else -np.inf
     return out
 
 
-def _exact_scores(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | None = None) -> tuple[list[int], int]:
-    """The integers, and the exponent of two that is their unit."""
+def precedes(ids: I64, token: int, h: F64, rows: Callable[[I64], NDArray[np.float32]], bias: Bias) -> NDArray[np.bool_]:
+    """Which of ids (n,) come before `token`: larger score, then smaller id, exactly."""
+    every, live = np.append(ids, token), h != 0
+    some = rows(every)[:, live] if live.any() else np.zeros((len(every), 0), np.float32)
+    *score, mine = exact_scores(some, h[live], None if bias is None else bias[every])
+    return np.array([x > mine or (x == mine and i < token) for x, i in zip(score, ids.tolist(), strict=True)], bool)
+
+
+def _sums(rows: NDArray[np.float32], h: F64, bias: Bias, race: Race | None) -> tuple[list[int], int]:
+    """Integers and the exponent of two that is their common unit."""
     h_mantissa, h_exponent = _integers(h)
     parts: list[tuple[int, int]] = []
     seen: dict[bytes, tuple[int, int]] = {}

@@ -502,12 +502,14 @@ class CertifiedHead:
         n = len(scan)
         margins = column("margin", margin, n, np.float64, 0.0, 1e30)
         bars = modes.top(scan, range(n), np.ones(n, np.int64))
-        bars = np.nextafter(bars - margins / self.spec.scale * (1 + 2.0**-40), -np.inf)
+        bars = bars - margins / self.spec.scale * (1 + 2.0**-40)
+        bars -= RELATIVE * np.abs(bars)
         scan.open(bars)
         ids, logits, left = [], [], np.zeros(n)
         for b in range(n):
             found, value, error = scan.scored(b)
             keep = np.nonzero(value + error >= bars[b])[0]
+            keep = modes.near_largest(scan, b, keep, float(margins[b]) / self.spec.scale)
             keep = keep[np.lexsort((found[keep], -value[keep]))]
             ids.append(found[keep])
             logits.append(self.spec.finish(value[keep]))

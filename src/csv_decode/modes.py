@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from . import _native
 from .bounds.rounding import RELATIVE
-from .exact import Race, exact_gaps, exact_scores, rank
+from .exact import Race, gaps, precedes, rank
 from .noise import log
 from .scan import MASS_BINS, Scan
 
-__all__ = ["Noise", "draw", "is_member", "partition", "shrink", "top"]
+__all__ = ["Noise", "draw", "is_member", "near_largest", "partition", "shrink", "top"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -27,9 +27,9 @@ _ROUNDS = 12
 #: Relative error of a sum of exponentials beside that of its arguments: numpy's exp is within 4 ulp, and sums of up to
 #: 2^19 positive terms add pairwise to less than 64 ulp.
 _EXP = 2.0**-46
+#: Where the errors of scores can move an exponential by more, they are computed exactly.
+_COARSE = 2.0**-30
 _RATE = 1 / math.log(2)
-#: Errors of scores, in units of the temperature, beyond which exact sums take their place.
-_COARSE = 1e-10
 
 
 class Noise:
@@ -103,31 +103,69 @@ class Mass:
     """
 
     def __init__(self, scan: Scan, b: int, t: float) -> None:
-        if not len(scan.scored(b)[0]):
-            scan.dense(b, "scores beyond float32")
-        largest = float(scan.scored(b)[1].max())
+        self.scan, self.b, self.t = scan, b, t
+        self._before: dict[int, NDArray[np.bool_]] = {}
+        gap, start = self._read()
         with np.errstate(over="ignore"):
-            start = float(np.float32(largest))  # so that the kernels and this agree on it
-        if abs(start - largest) > t / 8:
+            near = float(np.float32(start))  # so that the kernels and this agree on it
+        if not scan.closed(b) and (abs(near - start) > t / 8 or RELATIVE * abs(start) > 2.0**-24 * t):
             scan.dense(b, "temperature below rounding")
-            start = float(scan.scored(b)[1].max())
-        self.ids, self.value, error = scan.scored(b)
-        self.spread, self.t, self.start = error, t, start
-        with np.errstate(under="ignore", over="ignore"):
-            self.weights = np.exp((self.value - self.start) / t)
+            gap, start = self._read()
+        if not scan.closed(b):
+            gap, start = gap + (near - start) / t, near
+        self.start = start
+        with np.errstate(under="ignore"):
+            self.weights = np.exp(-gap)
         self.scored = float(self.weights.sum())
-        # e^x moves by its argument's error: that of the score, of the subtraction and of the division. A row whose
-        # whole interval is 750 t below the start has a weight of zero and no say.
-        off = error + RELATIVE * (np.abs(self.value) + abs(self.start))
-        argument = float(off[self.value + off >= self.start - 750 * t].max()) / t
-        self.error = math.expm1(argument) + _EXP if argument < 700 else math.inf
+        self.error = math.expm1(self._argument) + _EXP
         self.rate = _RATE / t
         self.bins = scan.mass(b, self.start, self.rate)
         self.rest = float(self.bins.sum())
 
+    def _read(self) -> tuple[F64, float]:
+        """How far the scores are below the largest, in units of t, and that one, from the rows scored.
+
+        e^x moves by its argument's error: that of the score, of the subtraction and of the division. Rows that are
+        750 t below the largest, whatever the errors, weigh nothing. The errors of the others are small, or made so.
+        """
+        scan, b, t = self.scan, self.b, self.t
+        if not len(scan.scored(b)[0]):  # no centre is a float32 number
+            scan.dense(b, "overflow")
+        self.ids, self.value, self.spread = scan.scored(b)
+        counts = self.value + self.spread >= (self.value - self.spread).max() - 750 * t
+        start = float(self.value.max())
+        with np.errstate(over="ignore"):
+            gap = (start - self.value) / t
+            self._argument = float((self.spread + RELATIVE * (np.abs(self.value) + abs(start)))[counts].max() / t)
+        if self._argument > _COARSE:
+            spec, at = scan.spec, np.nonzero(counts)[0]
+            some = self.ids[at]
+            gap = np.full(len(gap), np.inf)
+            gap[at], exact = gaps(spec.rows.float32(some), scan.h[b], _some(spec.bias32, some), t)
+            self.value, self.spread = self.value.copy(), self.spread.copy()
+            self.value[at], self.spread[at] = exact, 2.0**-52 * np.abs(exact)
+            start = float(exact.max())
+            # the gap itself, and what turns it into one to a start of the kernels
+            self._argument = 750 * RELATIVE + (0.0 if scan.closed(b) else RELATIVE * 2 * abs(start) / t)
+        return gap, start
+
+    def before(self, at: int) -> NDArray[np.bool_]:
+        """Which rows come before row `at`: larger score, then smaller id, exactly."""
+        if at not in self._before:
+            value, ids = self.value, self.ids
+            out = (value > value[at]) | ((value == value[at]) & (ids < ids[at]))
+            doubt = self.spread + self.spread[at]
+            close = (np.abs(value - value[at]) <= doubt) & (doubt > 0)
+            close[at] = False
+            if close.any():
+                spec = self.scan.spec
+                out[close] = precedes(ids[close], int(ids[at]), self.scan.h[self.b], spec.rows.float32, spec.bias32)
+            self._before[at] = out
+        return self._before[at]
+
     @property
     def low(self) -> float:
-        return self.scored * max(0.0, 1 - self.error) * (1 - 2.0**-50) if self.error < 1 else 0.0
+        return self.scored * max(0.0, 1 - self.error) * (1 - 2.0**-50)
 
     @property
     def high(self) -> float:
@@ -199,62 +237,42 @@ def log_interval(mass: Mass) -> tuple[float, float]:
     return shift + low - slack, shift + high + slack
 
 
+def near_largest(scan: Scan, b: int, at: I64, margin: float) -> I64:
+    """Of positions `at` in scan.scored(b), which hold the largest, those at most `margin` below it; what float64 leaves
+    open is decided exactly."""
+    ids, value, error = (column[at] for column in scan.scored(b))
+    slack = RELATIVE * (np.abs(value) + margin)
+    open_ = value - error - slack < (value + error).max() - margin
+    if not open_.any():
+        return at
+    look = open_ | (value + error >= (value - error).max())
+    gap = np.zeros(len(at))
+    gap[look] = gaps(scan.spec.rows.float32(ids[look]), scan.h[b], _some(scan.spec.bias32, ids[look]), 1.0)[0]
+    return at[gap <= margin * (1 + RELATIVE)]
+
+
 # Sampling.
 
 
-def _before(scan: Scan, b: int, mass: Mass, at: int) -> NDArray[np.bool_]:
-    """Which scored rows come before row `at` of mass.ids: larger score, then smaller id; exactly."""
-    value, ids = mass.value, mass.ids
-    gap = value - value[at]
-    before = np.asarray(gap > 0)
-    close = np.abs(gap) <= mass.spread + mass.spread[at]
-    if close.sum() > 1:
-        spec, near = scan.spec, np.nonzero(close)[0]
-        bias = None if spec.bias32 is None else spec.bias32[ids[near]]
-        score = exact_scores(spec.rows.float32(ids[near]), scan.h[b], bias)
-        mine = score[int(np.nonzero(near == at)[0][0])]
-        before[near] = [x > mine or (x == mine and ids[i] < ids[at]) for x, i in zip(score, near, strict=True)]
-    return before
-
-
-def _above(scan: Scan, b: int, mass: Mass, at: int) -> tuple[float, float]:
-    """Bounds on the mass of the rows that come before row `at` of mass.ids."""
-    total = float(mass.weights[_before(scan, b, mass, at)].sum())
-    low, high = (total * (1 - mass.error), total * (1 + mass.error)) if mass.error < 1 else (0.0, math.inf)
+def _above(mass: Mass, at: int) -> tuple[float, float, float]:
+    """The mass of the scored rows that come before row `at` of mass.ids, and bounds on that of all such rows."""
+    total = float(mass.weights[mass.before(at)].sum())
     # an unscored row comes before only if its bound reaches the score
-    last = mass.last(at)
-    return low * (1 - 2.0**-50), (high + float(mass.bins[:last].sum())) * (1 + 2.0**-50)
+    rest = float(mass.bins[: mass.last(at)].sum())
+    low, high = total * max(0.0, 1 - mass.error), total * (1 + mass.error)
+    return total, low * (1 - 2.0**-50), (high + rest) * (1 + 2.0**-50)
 
 
-def _in_nucleus(scan: Scan, b: int, mass: Mass, at: int, top_p: float) -> bool | None:
+def _in_nucleus(mass: Mass, at: int, top_p: float) -> bool | None:
     """Is the mass before row `at` below top_p of all? None: the bounds cannot tell."""
-    low, high = _above(scan, b, mass, at)
+    total, low, high = _above(mass, at)
     if high < top_p * mass.low * (1 - 2.0**-50):
         return True
     if low >= top_p * mass.high * (1 + 2.0**-50):
         return False
     if mass.rest > 0:
         return None
-    # every row is scored, and it is a matter of rounding: by the value, from exact differences where float64 is coarse
-    weights, before = mass.weights, _before(scan, b, mass, at)
-    if mass.error > _COARSE:
-        weights = np.exp(_gaps(scan, b, mass.ids, mass.value, mass.spread, mass.t) / mass.t)
-    return float(weights[before].sum()) < top_p * float(weights.sum())
-
-
-def _gaps(scan: Scan, b: int, ids: I64, value: F64, error: F64, t: float) -> F64:
-    """How far scored rows are below the largest of them, to 2^-52 or so of t; -infinity where it is 750 t or more."""
-    spec = scan.spec
-    off = error + RELATIVE * (np.abs(value) + np.abs(value).max())
-    best = float((value - off).max())
-    gaps = np.full(len(value), -np.inf)
-    near = np.nonzero(value + off >= best - 750 * t)[0]
-    if off[near].max() <= _COARSE * t:
-        gaps[near] = np.minimum(value[near] - value.max(), 0.0)
-        return gaps
-    bias = None if spec.bias32 is None else spec.bias32[ids[near]]
-    gaps[near] = exact_gaps(spec.rows.float32(ids[near]), scan.h[b], bias)
-    return gaps
+    return total < top_p * mass.scored  # every row is scored, and it is a matter of mass.error: by value
 
 
 def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log_min_p: F64) -> tuple[I64, F64, F64]:
@@ -269,6 +287,9 @@ def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log
         bars = top(scan, few, top_k)
         for b in few:
             threshold[b], left[b] = bars[b], scan.unopened(b)
+            if threshold[b] == -math.inf:  # fewer are allowed, and all of them are scored
+                _, value, error = scan.scored(b)
+                threshold[b] = float((value - error).min())
             out[b] = _draw_among(scan, b, noise[b], int(top_k[b]), top_p[b], min_p[b], log_min_p[b])
     walk = [b for b in range(n) if top_k[b] <= 0]
     for b in walk:
@@ -331,8 +352,8 @@ def is_member(
 
 
 def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> bool:
-    """min-p: is ``scale * s >= scale * s_max + T log(min_p)``, with the product of the last two rounded once?"""
-    margin = -log_min_p * noise.temperature / noise.scale
+    """min-p: is ``(s_max - s) / t``, rounded to float64, at most -log(min_p)?"""
+    margin = -log_min_p * noise.t
     ids, value, error = scan.scored(b)
     at = int(np.nonzero(ids == token)[0][0])
     slack = RELATIVE * (abs(value[at]) + margin)
@@ -344,23 +365,12 @@ def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> 
     scan.open(bars)
     ids, value, error = scan.scored(b)
     at = int(np.nonzero(ids == token)[0][0])
-    return bool(_within(scan, b, ids, value, error, np.array([at]), margin)[0])
-
-
-def _within(scan: Scan, b: int, ids: I64, value: F64, error: F64, rows: I64, margin: float) -> NDArray[np.bool_]:
-    """Which of some scored rows are at most `margin` below the largest, exactly."""
-    best = int(np.argmax(value))
-    slack = RELATIVE * (np.abs(value) + margin)
-    high, low = value + error + slack, value - error - slack
-    inside = low[rows] >= high.max() - margin
-    open_ = ~inside & (high[rows] >= low[best] - margin)
-    if open_.any():
-        spec, near = scan.spec, np.nonzero(high >= low[best])[0]
-        for i in np.nonzero(open_)[0].tolist():
-            some = np.append(near, rows[i])
-            bias = None if spec.bias32 is None else spec.bias32[ids[some]]
-            inside[i] = exact_gaps(spec.rows.float32(ids[some]), scan.h[b], bias)[-1] >= -margin
-    return np.asarray(inside)
+    doubtful = value + error >= value[at] - error[at] - slack + margin
+    if not doubtful.any():
+        return True
+    doubtful[at] = True
+    gap = gaps(scan.spec.rows.float32(ids[doubtful]), scan.h[b], _some(scan.spec.bias32, ids[doubtful]), noise.t)[0]
+    return bool(gap[ids[doubtful] == token][0] <= -log_min_p)
 
 
 def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
@@ -372,11 +382,10 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
     for more in range(_ROUNDS):
         mass = Mass(scan, b, t)
         at = mass.at(token)
-        inside = _in_nucleus(scan, b, mass, at, top_p)
+        inside = _in_nucleus(mass, at, top_p)
         if inside is not None:
             return inside
-        low = float(mass.weights[_before(scan, b, mass, at)].sum())
-        last = mass.last(at)
+        low, last = _above(mass, at)[0], mass.last(at)
         likely = scan.mass(b, mass.start, mass.rate, likely=True)
         before, total = low + float(likely[:last].sum()), mass.scored + float(likely.sum())
         if before < top_p * total:
@@ -390,7 +399,7 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
             scan.leaders(b, 64 << more)
     scan.dense(b, "edge of the nucleus")
     mass = Mass(scan, b, t)
-    inside = _in_nucleus(scan, b, mass, mass.at(token), top_p)
+    inside = _in_nucleus(mass, mass.at(token), top_p)
     assert inside is not None
     return inside
 
@@ -402,14 +411,29 @@ def _draw_among(scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: f
     k = min(k, len(ids))
     at = rank(ids, value, error, k, scan.h[b], spec.rows.float32, spec.bias32)
     keep = np.ones(len(at), bool)
-    if top_p < 1:
-        weights = np.exp(_gaps(scan, b, ids[at], value[at], error[at], noise.t) / noise.t)
-        keep &= np.concatenate([[0.0], np.cumsum(weights)[:-1]]) < top_p * weights.sum()
-    if min_p > 0:
-        keep &= _within(scan, b, ids, value, error, at, -log_min_p * noise.temperature / noise.scale)
+    if top_p < 1 or min_p > 0:
+        size = np.abs(value[at])
+        with np.errstate(over="ignore", invalid="ignore"):
+            doubt = (error[at] + error[at[0]] + RELATIVE * (size + size[0])) / noise.t
+            gap = (value[at[0]] - value[at]) / noise.t
+            unsure = (doubt > _COARSE) | (np.abs(gap + log_min_p) <= doubt)
+            unsure &= ~(gap - doubt >= max(750.0, -log_min_p))
+        if unsure.any():
+            unsure[0] = True  # the largest
+            some = ids[at[unsure]]
+            gap[unsure] = gaps(spec.rows.float32(some), scan.h[b], _some(spec.bias32, some), noise.t)[0]
+        if top_p < 1:
+            weights = np.exp(-gap)
+            keep &= np.concatenate([[0.0], np.cumsum(weights)[:-1]]) < top_p * weights.sum()
+        if min_p > 0:
+            keep &= gap <= -log_min_p
     keep[0] = True
     at = at[keep]
-    return int(at[noise.order(scan, b, ids[at], value[at], error[at], 1)[0]])
+    return int(at[noise.order(scan, b, ids[at], scan.scored(b)[1][at], error[at], 1)[0]])
+
+
+def _some(bias: NDArray[np.float32] | None, ids: I64) -> NDArray[np.float32] | None:
+    return None if bias is None else bias[ids]
 
 
 def min_p_logs(min_p: F64) -> F64:

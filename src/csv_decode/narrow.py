@@ -1,12 +1,13 @@
 """What a head in float32, float16 or bfloat16 returns, from bounds on its arithmetic. docs/mathematics.md, section 11.
 
 The model's logit is z_i = round(a_i), where a_i is a sum of float32 operations: the d products, each rounded at most
-once, added in any order and any blocking, without or with fused multiply-add, subnormal numbers (inputs too) kept or
-flushed. Then
+once, added in any order and any blocking, without or with fused multiply-add, subnormal numbers kept or flushed, those
+of the weights and the state included (bfloat16 instructions take them for zero). Then
 
-    |a_i - s_i| <= alpha_i = gamma32(d + 1) sum_j |w_ij h_j| + 2 d 2^-126 max(1, max |w|, max |h|)
+    |a_i - s_i| <= alpha_i = gamma32(d + 1) sum_j |w_ij h_j| + d 2^-126 (2 + max |w_ij| + max |h_j|)
 
-and round() is monotone, so z_i lies between the rounded ends of [s_i - alpha_i, s_i + alpha_i].
+as long as no partial sum leaves the range of float32, and round() is monotone, so z_i lies between the rounded ends of
+[s_i - alpha_i, s_i + alpha_i].
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def _gamma32(n: int) -> float:
     return n * _U32 / (1 - n * _U32) * (1 + RELATIVE)
 
 
-def sum_error(width: int, magnitude: F64, largest_state: float, largest_weight: float) -> F64:
-    """alpha for sums of absolute values of at most `magnitude`, and numbers of at most these sizes."""
-    flushed = 2 * width * 2.0**-126 * max(1.0, largest_state, largest_weight) * INFLATE
-    return np.asarray(magnitude * _gamma32(width + 1) * INFLATE + flushed)
+def sum_error(width: int, magnitude: F64, largest: F64 | float) -> F64:
+    """alpha for sums of absolute values of at most `magnitude`; no weight plus no coordinate of the state is above
+    `largest`. Infinite where a partial sum may leave the range of float32."""
+    alpha = magnitude * _gamma32(width + 1) * INFLATE + width * 2.0**-126 * (2 + largest) * INFLATE
+    return np.where((magnitude + alpha) * INFLATE < 2.0**127, alpha, np.inf)
 
 
 def narrow(x: F32, kind: str) -> F64:
@@ -91,19 +93,19 @@ def rounded_argmax(scan: Scan, largest_norm: float) -> tuple[I64, F64, F64, F64]
     # `score_error` is its factor times the sum of absolute values, and more: so this is at least that sum
     g = gamma(math.ceil(width / 16) + 5)
     size = np.sqrt(np.einsum("ij,ij->i", scan.h, scan.h)) * INFLATE
-    peak = np.abs(scan.h).max(axis=1)
-    # of any row, by Cauchy-Schwarz; no weight is larger than the norm of its row
-    reach = np.array([sum_error(width, largest_norm * size[b], peak[b], largest_norm) for b in range(n)])
+    largest = largest_norm + size
+    reach = sum_error(width, largest_norm * size, largest)  # of any row, by Cauchy-Schwarz
     ids, value_of = np.full(n, -1, np.int64), np.zeros(n)
     threshold, left = np.full(n, -np.inf), np.full(n, np.inf)
     modes.top(scan, range(n), np.ones(n, np.int64))
     for b in range(n):
-        _, low, _, _ = _intervals(scan, b, g, largest_norm)
-        threshold[b] = np.nextafter(_half_step_below(float(low.max()), kind) - reach[b], -np.inf)
+        found, low, high, _ = _intervals(scan, b, g, kind, largest[b])
+        middle = _half_step_below(float(low.max()), kind)
+        threshold[b] = middle - reach[b] - (RELATIVE * abs(middle) if math.isfinite(middle) else 0.0)
     scan.open(threshold)
     for b in range(n):
         left[b] = scan.unopened(b)
-        found, low, high, value = _intervals(scan, b, g, largest_norm)
+        found, low, high, value = _intervals(scan, b, g, kind, largest[b])
         best = float(low.max())
         if not (threshold[b] > left[b] or left[b] == -np.inf) or not np.isfinite(high).all():
             continue
@@ -121,13 +123,15 @@ def rounded_argmax(scan: Scan, largest_norm: float) -> tuple[I64, F64, F64, F64]
     return ids, value_of, threshold, left
 
 
-def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64, largest: float) -> bool:
-    """Whether the logits (B, V) that a head computed for states h (B, d) lie where `logit_interval` says, every one.
-    largest: at least the size of every weight."""
+def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64) -> bool:
+    """Whether the logits (B, V) that a head computed for states h (B, d) lie where `logit_interval` says, every one."""
     g = gamma(math.ceil(spec.width / 16) + 5)
+    weight = 0.0
+    for first in range(0, spec.n_rows, 8192):
+        weight = max(weight, float(np.abs(spec.rows.float32(slice(first, min(first + 8192, spec.n_rows)))).max()))
     for b in range(len(h)):
         value, error = exact_rows(spec, kernels, h[b : b + 1])
-        alpha = sum_error(spec.width, error / g * INFLATE, float(np.abs(h[b]).max()), largest)
+        alpha = sum_error(spec.width, error / g * INFLATE, weight + float(np.abs(h[b]).max()))
         low, high = logit_interval(value, error + alpha, spec.rows.kind)
         inside = (logits[b, : spec.n_rows] >= low) & (logits[b, : spec.n_rows] <= high)
         if not inside.all():
@@ -135,8 +139,8 @@ def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64, largest: 
     return True
 
 
-def _intervals(scan: Scan, b: int, g: float, largest: float) -> tuple[I64, F64, F64, F64]:
+def _intervals(scan: Scan, b: int, g: float, kind: str, largest: float) -> tuple[I64, F64, F64, F64]:
     ids, value, error = scan.scored(b)
-    alpha = sum_error(scan.spec.width, error / g * INFLATE, float(np.abs(scan.h[b]).max()), largest)
-    low, high = logit_interval(value, error + alpha, scan.spec.rows.kind)
+    alpha = sum_error(scan.spec.width, error / g * INFLATE, largest)
+    low, high = logit_interval(value, error + alpha, kind)
     return ids, low, high, value

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,77 +174,101 @@ class _Rows:
         logits = np.where(self.allowed, spec.finish(self.value), -np.inf)
         return logits, self.error * spec.scale + 2.0**-50 * np.abs(spec.finish(self.value))
 
-    def gaps(self, temperature: float) -> tuple[F64, float]:
-        """How far each logit is below the largest, -infinity where it is not allowed or 800 T or more; and a bound on
-        the errors. Where float64 is coarse beside T, exact sums take its place."""
-        t = temperature / self.spec.scale
-        value, error = np.where(self.allowed, self.value, -np.inf), self.error
-        near = np.nonzero(value + error >= (value - error).max() - 800 * t)[0]
-        out, off = np.full(len(value), -np.inf), float(error[near].max()) * 2
-        if off < 1e-6 * t or self.spec.softcap is not None:
-            logits = np.where(self.allowed, self.spec.finish(self.value), -np.inf)
-            out[near] = logits[near] - logits.max()
-            return out, off * self.spec.scale + 2.0**-50 * abs(float(logits.max()))
-        if len(near) > 1 << 14:
-            raise VerificationError(f"{len(near)} rows are too close for float64 beside the temperature")
-        exact = [self.exact(int(i)) for i in near]
-        best = max(exact)
-        out[near] = [float(max(x - best, Fraction(-1000) * Fraction(t))) * self.spec.scale for x in exact]
-        return out, 2.0**-50 * 1000 * temperature
+    def gaps(self, unit: float, reach: float = 750.0) -> tuple[F64, F64, float]:
+        """How far each score is below the largest allowed one, in `unit`; bounds on the errors of those that may be
+        within `reach`; and the largest. Where float64 leaves too much open for such a unit, the scores are exact
+        sums."""
+        value = np.where(self.allowed, self.value, -np.inf)
+        near = value + self.error >= (value - self.error).max() - reach * unit
+        first = int(np.argmax(value))
+        top = float(value[first])
+        with np.errstate(over="ignore", invalid="ignore"):
+            gap = (top - value) / unit
+            doubt = (self.error + self.error[first] + 2.0**-50 * (np.abs(self.value) + abs(top))) / unit
+        if not doubt[near].max() <= 1e-9:
+            at = np.nonzero(near)[0]
+            scores = [self.exact(i) for i in at.tolist()]
+            largest, gap = max(scores), np.where(near, 0.0, np.inf)
+            gap[at] = [_float((largest - score) / Fraction(unit)) for score in scores]
+            doubt, top = 2.0**-52 * gap, float(largest)
+        return gap, np.where(near, doubt, 0.0), top
+
+    def chains(self, ids: I64) -> tuple[I64, I64]:
+        """ids by falling value, and where their chains of overlapping intervals start, the end included."""
+        order = ids[np.lexsort((ids, -self.value[ids]))]
+        low = np.minimum.accumulate((self.value - self.error)[order])
+        high = np.maximum.accumulate((self.value + self.error)[order][::-1])[::-1]
+        return order, np.concatenate([[0], np.nonzero(low[:-1] > high[1:])[0] + 1, [len(order)]])
+
+    def sort(self, chain: I64) -> I64:
+        """In exact order."""
+        self.comparisons += len(chain)
+        return np.array(sorted(chain.tolist(), key=lambda i: (-self.exact(i), i)), np.int64)
+
+    def largest(self, count: int) -> list[int]:
+        """The first ids of all in exact order."""
+        order, starts = self.chains(np.nonzero(self.allowed)[0])
+        out: list[int] = []
+        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            out += self.sort(order[first:last]).tolist() if last - first > 1 else [int(order[first])]
+            if len(out) >= count:
+                break
+        return out[:count]
 
     def log_partition(self, temperature: float) -> tuple[float, float]:
         """Value and a bound on its error."""
-        gaps, off = self.gaps(temperature)
-        best = int(np.argmax(gaps))
-        top = float(self.exact(best)) * self.spec.scale / temperature if self.spec.softcap is None else np.nan
-        value = top + math.log(float(np.exp(gaps / temperature).sum()))
-        return value, off / temperature + 1e-13 * (1 + abs(top))
+        gap, doubt, top = self.gaps(temperature / self.spec.scale)
+        top = top / (temperature / self.spec.scale)
+        return top + math.log(float(np.exp(-gap).sum())), float(doubt[gap < 750].max()) + 1e-13 * (1 + abs(top))
 
-    def order(self, temperature: float) -> NDArray[np.int64]:
-        """Allowed ids, larger score first, then the smaller id: exactly, as far down as mass counts."""
-        ids = np.nonzero(self.allowed)[0]
-        order = ids[np.lexsort((ids, -self.value[ids]))]
-        gaps, _ = self.gaps(temperature)
 
-        def first_of(i: int, j: int) -> int:
-            return -self.compare(i, j) or i - j
-
-        apart = self.value[order[:-1]] - self.value[order[1:]] > self.error[order[:-1]] + self.error[order[1:]]
-        starts = np.concatenate([[0], np.nonzero(apart)[0] + 1, [len(order)]])
-        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            if 1 < last - first <= 1 << 12 and gaps[order[first:last]].max() > -40 * temperature:
-                chain = order[first:last].tolist()
-                chain.sort(key=functools.cmp_to_key(first_of))
-                order[first:last] = chain
-        return order
+def _float(x: Fraction) -> float:
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
     t, n = float(draw.temperature[b]), len(rows.value)
+    ids = np.nonzero(rows.allowed)[0]
     got = int(draw.ids[b])
     if not 0 <= got < n or not rows.allowed[got]:
         raise VerificationError(f"state {b}: id {got} is not an allowed id below {n}")
-    order = rows.order(t)
-    gaps, off = rows.gaps(t)
-    keep = order
+    _, error = rows.logits()
+    keep, starts = rows.chains(ids)
+
+    def settle(at: int) -> None:
+        """Puts the chain that holds position `at` in exact order."""
+        first, last = (int(x) for x in starts[np.searchsorted(starts, at, "right") - 1 :][:2])
+        if last - first > 1 and rows.error[keep[first:last]].any():
+            keep[first:last] = rows.sort(keep[first:last])
+
+    settle(0)
+    best = last = int(keep[0])
     if draw.top_k[b] > 0:
-        k = min(int(draw.top_k[b]), len(order))
-        while k < len(order) and rows.compare(int(order[k]), int(order[k - 1])) == 0:
-            k += 1
-        keep = order[:k]
-    unsure = np.zeros(len(keep), bool)  # within rounding of an edge: ours to define
+        count = min(int(draw.top_k[b]), len(keep))
+        settle(count - 1)
+        last = int(keep[count - 1])
+        while count < len(keep) and rows.compare(int(keep[count]), int(keep[count - 1])) == 0:
+            count += 1
+        keep, starts = keep[:count], np.append(starts[starts < count], count)
+    unsure = np.zeros(len(keep), bool)  # closer to an edge than float64 can tell: ours to define
+    gap, doubt, _ = rows.gaps(t / rows.spec.scale)
     if draw.top_p[b] < 1:
-        weight = np.exp(gaps[keep] / t)
-        before = np.concatenate([[0.0], np.cumsum(weight)[:-1]]) / weight.sum()
-        unsure |= np.abs(before - draw.top_p[b]) < 1e-11 + 4 * off / t
+        sums = np.concatenate([[0.0], np.cumsum(np.exp(-gap[keep]))])
+        settle(int(np.clip(np.searchsorted(sums, draw.top_p[b] * sums[-1]) - 1, 0, len(keep) - 1)))
+        before = np.concatenate([[0.0], np.cumsum(np.exp(-gap[keep]))[:-1]]) / sums[-1]
+        unsure |= np.abs(before - draw.top_p[b]) < 1e-11 + 4 * float(doubt[gap < 750].max())
         inside = (before < draw.top_p[b]) | unsure
         keep, unsure = keep[inside], unsure[inside]
     if draw.min_p[b] > 0:
-        edge = t * math.log(draw.min_p[b])
-        unsure |= np.abs(gaps[keep] - edge) < 2 * off + 2.0**-48 * abs(edge)
-        inside = (gaps[keep] >= edge) | unsure
+        edge = -math.log(draw.min_p[b])
+        gap, doubt, _ = rows.gaps(t / rows.spec.scale, 1.01 * edge + 1)
+        unsure |= np.abs(gap[keep] - edge) <= doubt[keep] + 1e-11 * (1 + edge)
+        inside = (gap[keep] <= edge) | unsure
         keep, unsure = keep[inside], unsure[inside]
-    unsure[keep == order[0]] = False
+    unsure[keep == best] = False
     if got not in keep:
         raise VerificationError(f"state {b}: id {got} is outside of the set that top-k, top-p and min-p leave")
     noise = gumbel(int(draw.seed[b]), int(draw.stream[b]), int(draw.position[b]), np.arange(n))
@@ -259,15 +282,14 @@ def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
         sign = rows.compare(i, got, (factor * Fraction(noise[i]), factor * Fraction(noise[got])))
         if sign > 0 or (sign == 0 and i < got):
             raise VerificationError(f"state {b}: the race goes to id {i}, not to id {got}")
-    off_by = abs(float(rows.spec.finish(rows.value[got : got + 1])[0]) - float(draw.logits[b]))
-    if not off_by <= rows.spec.scale * 2 * rows.error[got] + 2.0**-48 * abs(float(draw.logits[b])):
-        raise VerificationError(f"state {b}: the logit of id {got} is {off_by:.3g} away from its value")
+    off = abs(float(rows.spec.finish(rows.value[got : got + 1])[0]) - float(draw.logits[b]))
+    if not off <= 2 * error[got]:
+        raise VerificationError(f"state {b}: the logit of id {got} is {off:.3g} away from its value")
     if draw.top_k[b] > 0:
-        last = int(order[min(int(draw.top_k[b]), len(order)) - 1])
         _check_certificate(draw.certificates[b], b, rows.allowed, rows.value, rows.error, last)
     else:
         _check_certificate(draw.certificates[b], b, rows.allowed, key, slack, got)
-    return off_by
+    return off
 
 
 def _check_certificate(certificate: Certificate, b: int, allowed: Any, key: F64, slack: F64, last: int) -> None:
@@ -296,38 +318,43 @@ def _require_ids(b: int, ids: Any, rows: _Rows) -> None:
 
 
 def _verify_within(near: Within, b: int, rows: _Rows) -> float:
+    ids, margin = near.ids[b], float(near.margin[b])
+    unit = (margin or 1.0) / rows.spec.scale
+    gap, doubt, top = rows.gaps(unit, 2.0)
     logits, error = rows.logits()
-    ids, given = near.ids[b], near.logits[b]
     _require_ids(b, ids, rows)
-    edge = logits.max() - near.margin[b]
-    slack = error + float(error.max()) + 1e-11 * (np.abs(logits.max()) + near.margin[b])
-    must, may = np.nonzero(logits >= edge + slack)[0], logits >= edge - 4 * slack
+    edge = 1.0 if margin else 0.0
+    slack = doubt + 1e-11 * (abs(top) / unit + edge)
+    must, may = np.nonzero(gap + slack < edge)[0], gap <= edge + 4 * slack
     missing = np.setdiff1d(must, ids)
     if len(missing):
         raise VerificationError(f"state {b}: id {missing[0]} is missing, its logit is within {near.margin[b]}")
     if not may[ids].all():
         raise VerificationError(f"state {b}: an id is farther than {near.margin[b]} from the largest")
-    off = np.abs(logits[ids] - given)
-    if not (off <= 2 * error[ids]).all() or not (np.diff(given) <= 0).all():
-        raise VerificationError(f"state {b}: a logit is not its value, or they are not in order")
-    certificate = near.certificates[b]
-    last = int(rows.order(1.0)[0])
-    _check_certificate(certificate, b, rows.allowed, rows.value, rows.error, last)
+    off = np.abs(logits[ids] - near.logits[b])
+    if not (off <= 2 * error[ids]).all():
+        raise VerificationError(f"state {b}: a logit is {off.max():.3g} away from its value")
+    if not (np.diff(near.logits[b]) <= 0).all():
+        raise VerificationError(f"state {b}: the logits are not in order")
+    largest = int(np.argmax(np.where(rows.allowed, rows.value + rows.error, -np.inf)))
+    _check_certificate(near.certificates[b], b, rows.allowed, rows.value, rows.error, largest)
     return float(off.max())
 
 
 def _verify_softmax(soft: Softmax, b: int, rows: _Rows) -> float:
-    t, ids, bound = float(soft.temperature[b]), soft.ids[b], float(soft.tv_bound[b])
-    _require_ids(b, ids, rows)
-    gaps, error = rows.gaps(t)
-    p, q = np.exp(gaps / t), np.zeros(len(gaps))
-    q[ids] = soft.probabilities[b]
+    t = float(soft.temperature[b])
+    gap, _, _ = rows.gaps(t / rows.spec.scale)
+    _, error = rows.log_partition(t)
+    _require_ids(b, soft.ids[b], rows)
+    p = np.exp(-gap)
+    q = np.zeros(len(p))
+    q[soft.ids[b]] = soft.probabilities[b]
     if not (q >= 0).all() or not abs(q.sum() - 1) <= 1e-9:
         raise VerificationError(f"state {b}: the probabilities are not a distribution over distinct ids")
     distance = float(np.abs(p / p.sum() - q).sum()) / 2
-    if not distance <= bound + 2 * error / t + 1e-12:
+    bound, certificate = float(soft.tv_bound[b]), soft.certificates[b]
+    if not distance <= bound + 2 * error + 1e-12:
         raise VerificationError(f"state {b}: total variation {distance} is above its bound {bound}")
-    certificate = soft.certificates[b]
     if certificate.tv_bound != bound or (certificate.certified and not bound <= soft.epsilon[b]):
         raise VerificationError(f"state {b}: the certificate does not say the bound {bound}, or it is above epsilon")
     return 0.0
@@ -356,7 +383,7 @@ def _verify_log_probs(probs: LogProbs, b: int, rows: _Rows) -> float:
     asked = float(probs.asked[b]) if probs.certificates.certified[b] else None
     off = error + float(each[ids].max())
     _inside(b, "a log-probability", probs.low[b], probs.high[b], logits[ids] - value, off, asked)
-    if probs.top and ids.tolist() != rows.order(1.0)[: len(ids)].tolist():
+    if probs.top and ids.tolist() != rows.largest(len(ids)):
         raise VerificationError(f"state {b}: these are not the {len(ids)} largest, in order")
     return 0.0
 
@@ -374,8 +401,9 @@ def _verify_model_argmax(best: ModelArgmax, b: int, rows: _Rows) -> float:
         weights = np.abs(rows.spec.rows.float32(part).astype(np.float64))
         sums[part], peak = weights @ size, max(peak, float(weights.max()))
     unit = (width + 1) * 2.0**-24
-    floor = 2 * width * 2.0**-126 * max(1.0, peak, float(size.max()))
+    floor = width * 2.0**-126 * (2 + peak + float(size.max()))
     off = sums * unit / (1 - unit) * (1 + 2.0**-30) + floor + rows.error
+    off = np.where(sums < 2.0**126, off, np.inf)  # a partial sum may leave float32
     low, high = logit_interval(rows.value, off, kind)
     others = np.arange(len(low)) != got
     beaten = np.where(np.arange(len(low)) < got, high < low[got], high <= low[got]) | ~others

@@ -398,9 +398,7 @@ class Accelerated:
         n = (len(states), states.stride(), torch.get_num_threads(), torch.get_float32_matmul_precision())
         if n not in self._shapes:
             stock = nn.functional.linear(states[:, None], self.layer.weight)[:, 0].to(torch.float64).numpy()
-            self._shapes[n] = keeps_bound(
-                self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock, self.head.largest_norm
-            )
+            self._shapes[n] = keeps_bound(self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock)
         return self._shapes[n]
 
     def _count(self, reason: str | None, seconds: float, steps: int = 1) -> None:

@@ -211,8 +211,10 @@ class ReferenceLedger:
 
     def mass(self, b: int, start: float, rate: float, likely: bool) -> F64:
         upper = (self._centre if likely else self._upper)[b]
-        upper = upper[upper > -np.inf].astype(np.float64)
+        upper = upper[~(upper == -np.inf)].astype(np.float64)
+        upper[np.isnan(upper)] = np.inf
         exponent = np.maximum((upper - start) * rate + 2.0**-14, -63.75)
         bins = np.zeros(128)
-        np.add.at(bins, np.clip(-2 * exponent, 0, 127).astype(np.int64), np.exp2(exponent) * (1 + 2.0**-30))
+        with np.errstate(over="ignore"):
+            np.add.at(bins, np.clip(-2 * exponent, 0, 127).astype(np.int64), np.exp2(exponent) * (1 + 2.0**-30))
         return bins
