@@ -16,7 +16,8 @@ from csv_decode.kernels.native import supported
 from .conftest import KINDS, make_head
 from .exactly import exact_logits
 
-pytestmark = pytest.mark.usefixtures("cascade")
+# (The sanitizers run test_ledger.py, which calls the same native code.)
+pytestmark = [pytest.mark.usefixtures("cascade"), pytest.mark.unsanitized]
 
 
 def serve(weight: Any, states: np.ndarray, **more: Any) -> cd.CertifiedHead:

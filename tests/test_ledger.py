@@ -1,0 +1,115 @@
+"""The native ledger, call by call, beside its numpy oracle: small, so that the sanitizers can run it as well."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import csv_decode as cd
+from csv_decode import _native
+from csv_decode.kernels.native import supported
+
+from .conftest import make_head
+
+pytestmark = pytest.mark.usefixtures("cascade")
+
+
+def heads(rows: int = 9000, width: int = 40, **more: Any) -> tuple[dict[str, cd.CertifiedHead], np.ndarray]:
+    """A head for each kernel, more than two ranges of rows long, and states."""
+    weight, states = make_head(rows, width)
+    index = cd.build_index(weight, states[:32], seed=0, threads=2, **more)
+    return {
+        name: cd.CertifiedHead(index, weight, kernels=name, threads=2, budget=None)
+        for name in (*supported(), "reference")
+    }, states.astype(np.float64) * 2
+
+
+@pytest.mark.parametrize("bits", [None, (2.0,), (1.5, 1.0, 1.0, 2.0)], ids=str)
+def test_ledgers_agree_with_the_oracle(bits: Any) -> None:
+    made, states = heads(bits=bits)
+    oracle = made.pop("reference")
+    for b, mode in enumerate(
+        [
+            lambda head, h: head.sample(h, 1.0, seed=1).ids,
+            lambda head, h: head.sample(h, 1.0, top_p=0.9, min_p=0.01, seed=1).ids,
+            lambda head, h: head.within(h, 2.0).ids[0],
+            lambda head, h: head.top_log_probs(h, 5).ids,
+            lambda head, h: head.top_k(h, 3, allowed=np.arange(9000) % 3 == 0).ids,
+        ]
+    ):
+        for i in range(4):
+            h = states[32 + 4 * b + i : 34 + 4 * b + i]
+            for head in made.values():
+                assert np.array_equal(mode(head, h), mode(oracle, h))
+
+
+def test_what_a_ledger_says_holds() -> None:
+    made, states = heads()
+    oracle = made["reference"]
+    h = states[40:42]
+    logits = h @ np.asarray(oracle.spec.rows.data, np.float64).T
+    for name in supported():
+        ledger = made[name]._cascade.ledger(h)  # type: ignore[union-attr]
+        for b in (0, 1):
+            assert ledger.usable(b)
+            ledger.race(b, 7, b, 3, 0.5)
+        key = logits + 0.5 * np.stack([np.asarray(_native.gumbel(7, b, 3, np.arange(9000))) for b in (0, 1)])
+        some = np.asarray(ledger.leaders(0, 20, False))
+        value, error = ledger.score(0, some)
+        assert (np.abs(value - logits[0, some]) <= np.asarray(error) + 1e-12).all()
+        bars = np.array([np.quantile(key[0], 0.99), np.quantile(key[1], 0.9)])
+        found = ledger.open(bars, bars, False)
+        for b, rows in enumerate(found):
+            must = np.setdiff1d(np.nonzero(key[b] >= bars[b])[0], some if b == 0 else [])
+            assert np.isin(must, rows).all()
+            ledger.score(b, rows)
+            left = np.setdiff1d(np.arange(9000), [*rows, *(some if b == 0 else [])])
+            assert key[b, left].max() <= ledger.highest(b) < bars[b]
+            bins = np.asarray(ledger.mass(b, float(np.float32(logits[b].max())), 1.4426950408889634, False))
+            assert np.exp(logits[b, left] - float(np.float32(logits[b].max()))).sum() <= bins.sum()
+            assert ledger.rows_at(b, 1) >= len(rows)
+        ledger.allow(0, np.zeros(282, np.uint32))
+        assert ledger.highest(0) == -np.inf
+        assert len(ledger.leaders(0, 5, True)) == 0
+
+
+def test_a_ledger_checks_what_it_is_given() -> None:
+    made, states = heads(600)
+    cascade = made[supported()[-1]]._cascade
+    assert cascade is not None
+    ledger = cascade.ledger(np.stack([states[0], np.zeros(40)]))
+    assert not ledger.usable(1)
+    assert ledger.vanishing(1)
+    for call in (
+        lambda: ledger.race(1, 0, 0, 0, 1.0),
+        lambda: ledger.race(0, 0, 0, 0, float("nan")),
+        lambda: ledger.leaders(2, 1, True),
+        lambda: ledger.score(0, np.array([600])),
+        lambda: ledger.allow(0, np.zeros(18, np.uint32)),
+        lambda: ledger.open(np.zeros(3), np.zeros(3), True),
+        lambda: ledger.mass(-1, 0.0, 1.0, False),
+        lambda: ledger.rows_at(0, 4),
+        lambda: _native.gumbel(0, 0, 0, np.array([-1])),
+    ):
+        with pytest.raises((ValueError, IndexError)):
+            call()
+
+
+def test_threads_share_a_head() -> None:
+    made, states = heads(5000)
+    head = made[supported()[-1]]
+    expected = [int(head.sample(states[i], seed=i, top_p=0.9).ids[0]) for i in range(12)]
+    got: dict[int, list[int]] = {}
+
+    def work(worker: int) -> None:
+        got[worker] = [int(head.sample(states[i], seed=i, top_p=0.9).ids[0]) for i in range(12)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(got.values()) == [expected] * 3
