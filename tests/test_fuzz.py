@@ -318,7 +318,7 @@ def test_verify_refuses_results_of_another_form(made: tuple, change: dict) -> No
     top = cd.CertifiedHead(index, weight).top_k(states[:2], 3)
     if isinstance(change.get("certificates"), dict):
         change = {"certificates": dataclasses.replace(top.certificates, **change["certificates"])}
-    with pytest.raises(cd.VerificationError, match="this is no TopK|are not 2 distinct ids"):
+    with pytest.raises(cd.VerificationError, match=r"this is no TopK|are not 2 distinct ids"):
         cd.verify(dataclasses.replace(top, **change), states[:2], weight)
 
 
