@@ -15,8 +15,11 @@ test: $(VENV)/test.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(if $(SLOW),,-m "not slow")
-	$(if $(SLOW),.ci/sanitize $(BIN)/python)
+ifdef SLOW
+	.ci/sanitize $(BIN)/python & sanitize=$$!; $(BIN)/pytest || { kill $$sanitize; exit 1; }; wait $$sanitize
+else
+	$(BIN)/pytest -m "not slow"
+endif
 
 # The native code under the address, undefined-behaviour and thread sanitizers of gcc.
 sanitize: $(VENV)/test.ready

@@ -170,7 +170,7 @@ def softmax(head: cd.CertifiedHead, dense: Dense) -> dict[str, Any]:
 
 
 def perplexity(loaded: Any, spec: cd.HeadSpec, text: str, tokens: int) -> dict[str, Any]:
-    """The interval, against scipy-free log-sum-exp of the same products taken as (rows, states)."""
+    """The interval, against torch's log-sum-exp of float64 products taken the other way round."""
     import torch
 
     h, targets = text_states(loaded.model, loaded.tokenizer, text[: tokens * 12], tokens)
