@@ -219,9 +219,6 @@ def test_processors_that_change_known_ids_are_certified(pair, settings, base):
 def test_chunks_of_a_prompt_are_not_all_ids(pair):
     """A prefill in chunks prepares with parts of the prompt, but the penalty sees all of it."""
     stock, fast = pair()
-    best = int(
-        generate(stock, inputs={"input_ids": torch.arange(3, 27)[None]}, do_sample=False, max_new_tokens=1)[0, -1]
-    )
     for seed in range(8):
         ids = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(seed))
         for _ in range(4):  # until the best token stands early in the prompt
