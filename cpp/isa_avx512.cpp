@@ -414,7 +414,8 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 
 }  // namespace
 
-const Kernels avx512_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper};
+const Kernels avx512_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
+                                joint_terms};
 
 }  // namespace csv_decode
 #endif

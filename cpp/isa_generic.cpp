@@ -122,6 +122,7 @@ void score(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, co
 
 }  // namespace
 
-const Kernels generic_kernels = {screen, refine, score, scalar_next_above, scalar_select, noise_upper, add_upper, mass_upper};
+const Kernels generic_kernels = {screen, refine, score, scalar_next_above, scalar_select, noise_upper, add_upper, mass_upper,
+                                joint_terms};
 
 }  // namespace csv_decode

@@ -42,6 +42,14 @@ float above(double x) {
   return static_cast<double>(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
 }
 
+// Two bins for each power of two below 1; the first takes all above, the last all below.
+int bin_of(float peak) {
+  uint32_t bits;
+  std::memcpy(&bits, &peak, sizeof bits);
+  const int bin = 2 * 127 - 1 - static_cast<int>(bits >> 22);
+  return bin < 0 ? 0 : bin < kMassBins ? bin : kMassBins - 1;
+}
+
 }  // namespace
 
 double gumbel(const NoiseKey& key, int64_t token) {
@@ -256,6 +264,69 @@ void Ledger::mass(int b, float from, float rate, bool likely, double* bins) cons
   });
   std::fill(bins, bins + kMassBins, 0.0);
   for (size_t i = 0; i < parts.size(); ++i) bins[i % kMassBins] += parts[i];
+}
+
+void Ledger::joint(int b, float from, float rate, double* out) const {
+  const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
+  const size_t n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
+  const size_t size = cascade_.spec().planes.size() * kMassBins * kJointTerms;
+  std::vector<double> parts(n_ranges * size);
+  ranges([&](int64_t range, int64_t first, int64_t last) {
+    float high[kRange], likely[kRange], peak[kRange];
+    double* part = parts.data() + static_cast<size_t>(range) * size;
+    kernels_.joint(centre_ + base + first, upper_ + base + first, last - first, from, rate, high, likely, peak);
+    for (int64_t i = 0; i < last - first; ++i) {
+      const size_t bin = static_cast<size_t>(level_[static_cast<size_t>(base + first + i)]) * kMassBins +
+                         static_cast<size_t>(bin_of(peak[i]));
+      double* sum = part + bin * kJointTerms;
+      const double w = static_cast<double>(likely[i]), q = static_cast<double>(peak[i]);
+      sum[0] += static_cast<double>(high[i]);
+      sum[1] += w;
+      sum[2] += w * w;
+      sum[3] = std::max(sum[3], q);
+    }
+  });
+  std::fill(out, out + size, 0.0);
+  for (size_t range = 0; range < n_ranges; ++range)
+    for (size_t i = 0; i < size; ++i) {
+      const double x = parts[range * size + i];
+      out[i] = i % kJointTerms == 3 ? std::max(out[i], x) : out[i] + x;
+    }
+}
+
+std::vector<int64_t> Ledger::lift(int b, int level, int bins, float from, float rate) {
+  const auto& planes = cascade_.spec().planes;
+  const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
+  const size_t next = static_cast<size_t>(level) + 1;
+  const bool last_level = next == planes.size();
+  std::vector<std::vector<int64_t>> found(static_cast<size_t>((n_rows_ + kRange - 1) / kRange));
+  ranges([&](int64_t range, int64_t first, int64_t last) {
+    float high[kRange], likely[kRange], peak[kRange];
+    std::vector<int64_t>& rows = found[static_cast<size_t>(range)];
+    kernels_.joint(centre_ + base + first, upper_ + base + first, last - first, from, rate, high, likely, peak);
+    for (int64_t i = 0; i < last - first; ++i)
+      if (level_[static_cast<size_t>(base + first + i)] == level && peak[i] > 0.0f && bin_of(peak[i]) < bins)
+        rows.push_back(first + i);
+    if (last_level || rows.empty()) return;
+    std::vector<float> start(rows.size()), centre(rows.size()), upper(rows.size());
+    for (size_t j = 0; j < rows.size(); ++j) start[j] = centre_[static_cast<size_t>(base + rows[j])];
+    kernels_.refine(planes[next].plane, prepared_[static_cast<size_t>(b)].planes[next], rows.data(), start.data(), 0,
+                    static_cast<int64_t>(rows.size()), centre.data(), upper.data());
+    for (size_t j = 0; j < rows.size(); ++j) {
+      const size_t at = static_cast<size_t>(base + rows[j]);
+      centre_[at] = centre[j];
+      upper_[at] = upper[j];
+      level_[at] = static_cast<uint8_t>(next);
+    }
+  });
+  std::vector<int64_t> out;
+  size_t met = 0;
+  for (const auto& rows : found) {
+    met += rows.size();
+    if (last_level) out.insert(out.end(), rows.begin(), rows.end());
+  }
+  if (!last_level) states_[static_cast<size_t>(b)].rows_at[next] += static_cast<int64_t>(met);
+  return out;
 }
 
 }  // namespace csv_decode

@@ -39,6 +39,11 @@ class Ledger {
   double highest(int state) const;
   // See Kernels.mass, over the rows left. `likely`: of their centres, which bounds nothing but shows where to look.
   void mass(int state, float from, float rate, bool likely, double* bins) const;
+  // For the rows left on each level (planes met after the first), by half powers of two of their peak: the sums of high,
+  // of likely and of its square, and the largest peak; see `joint_terms`. out: (planes, kMassBins, kJointTerms).
+  void joint(int state, float from, float rate, double* out) const;
+  // Refines the rows of a level whose peak is in the first `bins` bins; those that have met all planes are returned.
+  std::vector<int64_t> lift(int state, int level, int bins, float from, float rate);
 
  private:
   struct State {

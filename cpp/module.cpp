@@ -381,7 +381,9 @@ NoiseKey noise_key(uint64_t seed, uint32_t stream, uint32_t position) {
 class BoundLedger {
  public:
   BoundLedger(const BoundCascade& cascade, const std::string& isa, int threads, In<double, 2> h)
-      : n_rows_(cascade.n_rows()), n_states_(static_cast<int64_t>(h.shape(0))) {
+      : n_rows_(cascade.n_rows()),
+        n_states_(static_cast<int64_t>(h.shape(0))),
+        n_planes_(static_cast<int64_t>(cascade.cascade().spec().planes.size())) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade.cascade().spec().rows.width, "rows and states differ in width");
     nb::gil_scoped_release release;
@@ -392,7 +394,7 @@ class BoundLedger {
   bool vanishing(int64_t b) const { return ledger_->vanishing(state(b)); }
   double energy(int64_t b) const { return ledger_->energy(state(b)); }
   int64_t rows_at(int64_t b, int64_t plane) const {
-    expect(plane >= 0 && plane < 4, "no such plane");
+    expect(plane >= 0 && plane < n_planes_, "no such plane");
     return ledger_->rows_at(state(b), static_cast<int>(plane));
   }
 
@@ -460,6 +462,27 @@ class BoundLedger {
     return to_numpy(std::move(bins));
   }
 
+  nb::object joint(int64_t b, float from, float rate) const {
+    const int at = live(b);
+    std::vector<double> sums(static_cast<size_t>(n_planes_) * kMassBins * kJointTerms);
+    {
+      nb::gil_scoped_release release;
+      ledger_->joint(at, from, rate, sums.data());
+    }
+    return nb::cast(to_numpy(std::move(sums))).attr("reshape")(n_planes_, kMassBins, kJointTerms);
+  }
+
+  Ids lift(int64_t b, int64_t level, int64_t bins, float from, float rate) {
+    const int at = live(b);
+    expect(level >= 0 && level < n_planes_ && bins >= 0 && bins <= kMassBins, "no such level or bin");
+    std::vector<int64_t> rows;
+    {
+      nb::gil_scoped_release release;
+      rows = ledger_->lift(at, static_cast<int>(level), static_cast<int>(bins), from, rate);
+    }
+    return to_numpy(std::move(rows));
+  }
+
  private:
   int state(int64_t b) const {
     expect(b >= 0 && b < n_states_, "no such state");
@@ -471,7 +494,7 @@ class BoundLedger {
     return at;
   }
 
-  int64_t n_rows_, n_states_;
+  int64_t n_rows_, n_states_, n_planes_;
   std::unique_ptr<Ledger> ledger_;
 };
 
@@ -500,6 +523,13 @@ Values mass_bound(const std::string& isa, In<float, 1> upper, float from, float 
   std::vector<double> bins(kMassBins);
   find(isa)->mass(upper.data(), static_cast<int64_t>(upper.shape(0)), from, rate, bins.data());
   return to_numpy(std::move(bins));
+}
+
+void joint_bound(const std::string& isa, In<float, 1> centre, In<float, 1> upper, float from, float rate, Out<float, 1> high,
+                 Out<float, 1> likely, Out<float, 1> peak) {
+  for (size_t n : {upper.shape(0), high.shape(0), likely.shape(0), peak.shape(0)}) expect(n == centre.shape(0), "one entry a row");
+  find(isa)->joint(centre.data(), upper.data(), static_cast<int64_t>(centre.shape(0)), from, rate, high.data(), likely.data(),
+                   peak.data());
 }
 
 }  // namespace
@@ -532,11 +562,14 @@ NB_MODULE(_native, m) {
       .def("score", &BoundLedger::score, "state"_a, "ids"_a)
       .def("open", &BoundLedger::open, "bars"_a, "exact"_a, "plain"_a)
       .def("highest", &BoundLedger::highest, "state"_a)
-      .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a);
+      .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a)
+      .def("joint", &BoundLedger::joint, "state"_a, "from_"_a, "rate"_a)
+      .def("lift", &BoundLedger::lift, "state"_a, "level"_a, "bins"_a, "from_"_a, "rate"_a);
   m.def("gumbel", &gumbel_of, "seed"_a, "stream"_a, "position"_a, "ids"_a);
   m.def("noise_bound", &noise_bound, "isa"_a, "seed"_a, "stream"_a, "position"_a, "temperature"_a, "extra"_a);
   m.def("add_bound", &add_bound, "isa"_a, "upper"_a, "extra"_a, "out"_a);
   m.def("mass_bound", &mass_bound, "isa"_a, "upper"_a, "from_"_a, "rate"_a);
+  m.def("joint_bound", &joint_bound, "isa"_a, "centre"_a, "upper"_a, "from_"_a, "rate"_a, "high"_a, "likely"_a, "peak"_a);
   m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);
   m.def("refine", &refine, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,

@@ -63,6 +63,7 @@ struct NoiseKey {
 };
 
 constexpr int kMassBins = 128;
+constexpr int kJointTerms = 4;
 
 // One table for each instruction set; every entry gives the same bits in all of them.
 struct Kernels {
@@ -86,6 +87,8 @@ struct Kernels {
   void (*noise)(const NoiseKey&, float temperature, int64_t first, int64_t n, float* extra);
   void (*add)(const float* upper, const float* extra, int64_t n, float* out);
   void (*mass)(const float* upper, int64_t n, float from, float rate, double* bins);
+  void (*joint)(const float* centre, const float* upper, int64_t n, float from, float rate, float* high, float* likely,
+                float* peak);
 };
 
 extern const Kernels generic_kernels;

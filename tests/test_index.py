@@ -143,9 +143,9 @@ def test_verify_index_finds_every_bound_that_does_not_hold(part: str, kind: str)
     elif part == "transform":
         change["transform"] = shadow.transform * np.float16(1.25)
     if part in ("radii", "codes"):
-        change["planes"] = (shadow.planes[0], dataclasses.replace(plane, words=words))
+        change["planes"] = (shadow.planes[0], dataclasses.replace(plane, words=words), *shadow.planes[2:])
     elif part == "step":
-        change["planes"] = (dataclasses.replace(shadow.planes[0], step=shadow.planes[0].step * 1.5), plane)
+        change["planes"] = (dataclasses.replace(shadow.planes[0], step=shadow.planes[0].step * 1.5), *shadow.planes[1:])
     damaged = dataclasses.replace(index, shadow=dataclasses.replace(shadow, **change))  # type: ignore[arg-type]
     cd.verify_index(index, weight, threads=1)
     with pytest.raises(ValueError, match=r"the bound of row \d+ does not hold"):
@@ -226,7 +226,7 @@ def test_a_safetensors_file_of_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(saved: tuple, tmp_path: Path) -> None:
     path = rewrite(saved[0], tmp_path / "x", metadata={"version": 99})
-    with pytest.raises(cd.IndexFileError, match="has format version 99, this program reads version 2"):
+    with pytest.raises(cd.IndexFileError, match="has format version 99, this program reads version 3"):
         cd.load_index(path)
 
 

@@ -127,7 +127,7 @@ class CertifiedHead:
             with probability `failure_probability`, and N states of a run with N times that (docs/mathematics.md).
         failure_probability: of a step, in the probabilistic mode; at most 0.5.
         budget: share of the rows that a step may score exactly (the paper's K_max) before it falls back to the dense
-            product. None: no limit.
+            product. None: no limit. Sums (`softmax`, `log_partition`, `log_probs`) have no limit.
         kernels: "generic", "avx2", "avx512" or "reference"; None: CSV_DECODE_SIMD, else the best that runs here.
 
     Raises ValueError when index and weights do not belong together. `statistics` keeps running totals.
@@ -303,7 +303,8 @@ class CertifiedHead:
         elif self.index is not None:
             why = "centroid bound"
         bits = allowed_bits(allowed, len(h), self.spec.n_rows)
-        return Scan(self.spec, self.kernels, ledger, h, self.budget, bits, why)
+        shadow = None if self.index is None else self.index.shadow
+        return Scan(self.spec, self.kernels, ledger, h, self.budget, bits, why, shadow)
 
     def _allowed_top_k(self, scan: Scan, k: int, ties: bool) -> TopK:
         n = len(scan)
@@ -394,12 +395,14 @@ class CertifiedHead:
             ids, self.spec.finish(value), t, ks, tops, mins, seeds, streams, positions, certificates, scan.allowed
         )
 
-    def _partition(self, scan: Scan, kind: str, t: F64, goal: F64) -> tuple[list[modes.Mass], Certificates]:
-        masses = modes.partition(scan, t, goal)
+    def _partition(
+        self, scan: Scan, kind: str, t: F64, goal: F64, both: bool = True
+    ) -> tuple[list[modes.Mass], Certificates]:
+        masses = modes.partition(scan, t, goal, both)
         n = len(scan)
         left = np.array([scan.unopened(b) for b in range(n)])
         threshold = np.array([float((mass.value - mass.spread).max()) for mass in masses])
-        reached = np.array([mass.rest <= goal[b] * mass.low for b, mass in enumerate(masses)])
+        reached = np.array([mass.reached(float(goal[b]), both) for b, mass in enumerate(masses)])
         return masses, scan.certificates(kind, threshold, left, reached, self)
 
     def softmax(
@@ -416,7 +419,7 @@ class CertifiedHead:
         n = len(scan)
         t = column("temperature", temperature, n, np.float64, 1e-4, 1e4)
         eps = column("epsilon", epsilon, n, np.float64, 1e-9, 1.0)
-        masses, certificates = self._partition(scan, "softmax", t, eps / (1 - np.minimum(eps, 1 - 1e-9)))
+        masses, certificates = self._partition(scan, "softmax", t, eps / (1 - np.minimum(eps, 1 - 1e-9)), both=False)
         ids, probabilities, bound = [], [], np.zeros(n)
         for b, mass in enumerate(masses):
             order = np.lexsort((mass.ids, -mass.value))

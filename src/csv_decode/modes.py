@@ -99,10 +99,11 @@ def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = N
 class Mass:
     """Sums of exponentials of one state, relative to its largest score found: e^((s - start) / t).
 
-    scored: of the rows scored, within a factor 1 +- `error`. rest: at least that of all other rows.
+    scored: of the rows scored, within a factor 1 +- `error`. That of all other rows is from `rest_low` to `rest`, each
+    bounded alone, or with `joint` all of them together where that says more.
     """
 
-    def __init__(self, scan: Scan, b: int, t: float) -> None:
+    def __init__(self, scan: Scan, b: int, t: float, joint: bool = False) -> None:
         self.scan, self.b, self.t = scan, b, t
         self._before: dict[int, NDArray[np.bool_]] = {}
         gap, start = self._read()
@@ -120,7 +121,11 @@ class Mass:
         self.error = math.expm1(self._argument) + _EXP
         self.rate = _RATE / t
         self.bins = scan.mass(b, self.start, self.rate)
-        self.rest = float(self.bins.sum())
+        self.rest, self.rest_low = float(self.bins.sum()), 0.0
+        self._joint = self._tails() if joint and not scan.closed(b) else []
+        if self._joint:
+            self.rest = min(self.rest, float(sum(high[0] for high, _ in self._joint)) * (1 + 2.0**-50))
+            self.rest_low = float(sum(low[0] for _, low in self._joint)) * (1 - 2.0**-50)
 
     def _read(self) -> tuple[F64, float]:
         """How far the scores are below the largest, in units of t, and that one, from the rows scored.
@@ -149,6 +154,46 @@ class Mass:
             self._argument = 750 * RELATIVE + (0.0 if scan.closed(b) else RELATIVE * 2 * abs(start) / t)
         return gap, start
 
+    def _tails(self) -> list[tuple[F64, F64]]:
+        """For each level, (MASS_BINS + 1,) bounds of the mass of its rows from each bin of peaks on, above and below.
+
+        With x = 1 / t, w_i = e^(x (centre_i - start)), and d_i what x centre_i is off, at most
+        e_i = x (upper_i - centre_i):
+
+            1 + d  <=  e^d  <=  1 + d + d^2 e^e / max(2, e^2),      and over all rows of a plane   sum d_i^2 <= B^2.
+
+        So of any rows, with peak_i = w_i e^(e_i) / max(2, e_i^2),
+
+            sum w - B sqrt(sum w^2)  <=  sum w_i e^(d_i)  <=  sum w + B sqrt(sum w^2) + max peak B^2.
+
+        Or the first bins are bounded row by row, and the others together.
+        """
+        out = []
+        for level in range(self.scan.levels):
+            if not level:
+                sums = self.scan.joint(self.b, self.start, self.rate)
+                lengths = self.scan.spread(self.b) / self.t * (1 + 2.0**-50)
+            length = float(lengths[level])
+            alone = sums[level, :, 0] * (1 + 2.0**-30)
+            likely, power = (np.append(np.cumsum(x[::-1])[::-1], 0.0) for x in sums[level, :, 1:3].T)
+            peak = np.append(np.maximum.accumulate(sums[level, ::-1, 3])[::-1], 0.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                sway = length * np.sqrt(power) * (1 + 2.0**-11)
+                high = (likely * (1 + 2.0**-11) + sway + peak * length**2) * (1 + 2.0**-40)
+                low = np.maximum(likely * (1 - 2.0**-11) - self.scan.spec.n_rows * 2.0**-63 - sway, 0.0)
+            high[np.isnan(high)] = np.inf  # nothing times infinity
+            low[~np.isfinite(likely + peak)] = 0.0
+            for bin_ in range(MASS_BINS - 1, -1, -1):
+                high[bin_] = min(high[bin_], alone[bin_] + high[bin_ + 1])
+            out.append((high, low))
+        return out
+
+    def far(self, level: int, allowance: float, both: bool) -> int:
+        """How many first bins of peaks of a level must be looked into for the others to have at most this mass; both:
+        for their mass to be known within this."""
+        high, low = self._joint[level]
+        return int(np.argmax((high - low if both else high) <= allowance))
+
     def before(self, at: int) -> NDArray[np.bool_]:
         """Which rows come before row `at`: larger score, then smaller id, exactly."""
         if at not in self._before:
@@ -170,6 +215,15 @@ class Mass:
     @property
     def high(self) -> float:
         return (self.scored * (1 + self.error) + self.rest) * (1 + 2.0**-50)
+
+    @property
+    def floor(self) -> float:
+        """At most the mass of all rows."""
+        return (self.low + self.rest_low) * (1 - 2.0**-50)
+
+    def reached(self, goal: float, both: bool) -> bool:
+        """Whether the mass left out (both: what is unknown of it) is at most goal of the other."""
+        return self.rest - self.rest_low <= goal * self.floor if both else self.rest <= goal * self.low
 
     def bar(self, allowance: float, last: int = MASS_BINS) -> float:
         """A score below which the unscored rows of the first `last` bins have at most this mass, by their bounds."""
@@ -204,34 +258,52 @@ def narrow(
     return {b: Mass(scan, b, mass.t) for b, mass in masses.items()}
 
 
-def shrink(scan: Scan, t: dict[int, float], goal: dict[int, float]) -> dict[int, Mass]:
-    """Reads on until the mass left out is at most goal[b] times the mass scored, for each state b of `goal`."""
-    masses = {b: Mass(scan, b, t[b]) for b in goal}
+def shrink(scan: Scan, t: dict[int, float], goal: dict[int, float], both: bool = False) -> dict[int, Mass]:
+    """Reads on until the mass left out is at most goal[b] times the mass scored, for each state b of `goal`; both:
+    until it is known within goal[b] of the whole."""
+    masses = {b: Mass(scan, b, t[b], joint=True) for b in goal}
     for _ in range(_ROUNDS):
-        open_ = [b for b, mass in masses.items() if not mass.rest <= goal[b] * mass.low]
+        open_ = [b for b, mass in masses.items() if not mass.reached(goal[b], both)]
         if not open_:
             return masses
-        masses.update(narrow(scan, {b: masses[b] for b in open_}, {b: goal[b] * masses[b].low for b in open_}))
+        if scan.levels:
+            for b in open_:
+                masses[b] = _lift(scan, masses[b], goal[b], both)
+        else:
+            masses.update(narrow(scan, {b: masses[b] for b in open_}, {b: goal[b] * masses[b].low for b in open_}))
     for b, mass in masses.items():
-        if not mass.rest <= goal[b] * mass.low:
+        if not mass.reached(goal[b], both):
             scan.dense(b, "flat distribution")
             masses[b] = Mass(scan, b, t[b])
     return masses
 
 
-def partition(scan: Scan, temperature: F64, goal: F64) -> list[Mass]:
-    """`shrink` for every state, from a start: the mass left out is at most goal[b] of the mass scored."""
+def _lift(scan: Scan, mass: Mass, goal: float, both: bool) -> Mass:
+    """One round through the levels. A row costs more the further it comes, so most of the goal is spent on the last."""
+    b, share = mass.b, 3.0 ** np.arange(scan.levels)
+    for level, part in enumerate((share / share.sum()).tolist()):
+        if scan.closed(b):
+            break
+        allowance = part * goal * (mass.floor if both else mass.low)
+        scan.lift(b, level, mass.far(level, allowance, both), mass.start, mass.rate)
+        mass = Mass(scan, b, mass.t, joint=True)
+    return mass
+
+
+def partition(scan: Scan, temperature: F64, goal: F64, both: bool = False) -> list[Mass]:
+    """`shrink` for every state, from a start. Such sums may need many rows, but never more than the dense product."""
+    scan.budget = scan.spec.n_rows
     t = {b: float(temperature[b]) / scan.spec.scale for b in range(len(scan))}
     for b in t:
         scan.leaders(b, 64)
-    masses = shrink(scan, t, {b: float(goal[b]) for b in t})
+    masses = shrink(scan, t, {b: float(goal[b]) for b in t}, both)
     return [masses[b] for b in range(len(scan))]
 
 
 def log_interval(mass: Mass) -> tuple[float, float]:
     """log of the sum of exponentials of all rows: an interval that contains it."""
     with np.errstate(divide="ignore"):
-        low, high = float(np.log(mass.low)), float(np.log(mass.high))
+        low, high = float(np.log(mass.floor)), float(np.log(mass.high))
     shift = mass.start / mass.t
     slack = 2.0**-50 * (abs(low) + abs(high) + 4 * abs(shift)) + 2.0**-50
     return shift + low - slack, shift + high + slack
@@ -266,7 +338,7 @@ def _above(mass: Mass, at: int) -> tuple[float, float, float]:
 def _in_nucleus(mass: Mass, at: int, top_p: float) -> bool | None:
     """Is the mass before row `at` below top_p of all? None: the bounds cannot tell."""
     total, low, high = _above(mass, at)
-    if high < top_p * mass.low * (1 - 2.0**-50):
+    if high < top_p * mass.floor * (1 - 2.0**-50):
         return True
     if low >= top_p * mass.high * (1 + 2.0**-50):
         return False

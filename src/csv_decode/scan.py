@@ -19,6 +19,7 @@ from .certificate import Certificates
 from .spec import HeadSpec
 
 if TYPE_CHECKING:
+    from .bounds.shadow import ShadowBound
     from .kernels import Kernels
 
 __all__ = ["MASS_BINS", "Scan"]
@@ -39,8 +40,9 @@ class Scan:
 
     Args:
         spec, kernels: of the head. open_ledger: gives the ledger of states (B, d) (`Kernels.cascade`), or None where
-            every state is dense; why: the reason for that. h: (B, d) states. budget: rows to score before a state goes
-            dense. allowed: for each state None or bits (V / 32,), see `allowed_bits`.
+            every state is dense; why: the reason for that; shadow: the bound that the ledger is about. h: (B, d)
+            states. budget: rows to score before a state goes dense. allowed: for each state None or bits (V / 32,), see
+            `allowed_bits`.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Scan:
         budget: int,
         allowed: list[U32 | None],
         why: str | None = None,
+        shadow: ShadowBound | None = None,
     ) -> None:
         self.spec, self.kernels, self.h, self.budget = spec, kernels, h, budget
-        self.allowed = allowed
+        self.allowed, self.shadow = allowed, shadow
         n = len(h)
+        self._spread: F64 | None = None
         self.fallback: list[str | None] = [None] * n
         self._parts: list[list[tuple[I64, F64, F64]]] = [[] for _ in range(n)]
         self.survivors = np.zeros(n, np.int64)
@@ -143,14 +147,15 @@ class Scan:
         if self._ledger is None or not (bars < np.inf).any():
             return
         for b, rows in enumerate(self._ledger.open(bars, np.maximum(exact, bars), plain)):
-            rows = np.asarray(rows)
-            if not len(rows):
-                continue
-            if len(rows) + sum(len(part[0]) for part in self._parts[b]) > self.budget:
-                self.dense(b, "budget")
-            else:
-                self.survivors[b] += len(rows)
-                self._score(b, rows)
+            if len(rows):
+                self._take(b, np.asarray(rows))
+
+    def _take(self, b: int, rows: I64) -> None:
+        if len(rows) + sum(len(part[0]) for part in self._parts[b]) > self.budget:
+            self.dense(b, "budget")
+        else:
+            self.survivors[b] += len(rows)
+            self._score(b, rows)
 
     def unopened(self, b: int) -> float:
         """The largest key, -infinity where every row is scored."""
@@ -163,6 +168,30 @@ class Scan:
             return np.zeros(MASS_BINS)
         # 2^18 float64 additions of positive terms stay far within this
         return np.asarray(self._ledger.mass(b, start, rate, likely)) * (1 + 2.0**-30)
+
+    @property
+    def levels(self) -> int:
+        """How many planes there are, 0 where nothing bounds all rows together."""
+        return 0 if self._ledger is None or self.shadow is None else len(self.shadow.moments or ())
+
+    def spread(self, b: int) -> F64:
+        """(levels,) lengths of the errors of all rows' centres, see `ShadowBound.spread`."""
+        if self._spread is None:
+            assert self.shadow is not None
+            self._spread = self.shadow.spread(self.kernels, self.h, self.spec.bias32)
+            assert self._spread is not None
+        return self._spread[b]
+
+    def joint(self, b: int, start: float, rate: float) -> F64:
+        """(levels, MASS_BINS, 4): of the unscored rows that each plane was the last to meet, by their peak, see
+        `Ledger::joint`."""
+        return np.asarray(self._ledger.joint(b, start, rate))
+
+    def lift(self, b: int, level: int, bins: int, start: float, rate: float) -> None:
+        """Refines the rows of a level whose peak is in the first bins, and scores them if there is no further plane."""
+        rows = np.asarray(self._ledger.lift(b, level, bins, start, rate))
+        if len(rows):
+            self._take(b, rows)
 
     # What it cost.
 
@@ -181,6 +210,8 @@ class Scan:
             survivors = np.zeros((n, stages), np.int64)
             biased = spec.bias32 is not None
             read += (shadow.state_bytes + shadow.row_bytes(0, biased) * len(shadow.rho)) / n
+            if self._spread is not None:
+                read += shadow.moment_bytes / n
             for b in range(n):
                 if self._ledger.usable(b):
                     energy[b] = self._ledger.energy(b)

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from .moments import Moment
 from .rounding import ABSOLUTE, INFLATE, RELATIVE
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "group_edges",
     "prepare",
     "rotation_edges",
+    "rounding_lengths",
 ]
 
 F64 = NDArray[np.float64]
@@ -99,6 +101,10 @@ class Plane:
         if not dims:
             return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
         return np.concatenate(dims), np.concatenate(steps), np.concatenate(cmax)
+
+    def coarse(self, width: int) -> bool:
+        """Whether fields of that width meet states of 8 bits, see `prepare`."""
+        return width <= 2 and not self.interleaved
 
     @staticmethod
     def _order(words: int, width: int) -> I64:
@@ -186,6 +192,16 @@ class PlaneStates:
         return PlaneStates(self.hi[b : b + 1], self.lo[b : b + 1], self.params[b : b + 1])
 
 
+def _quantise(plane: Plane, white: F64) -> tuple[F64, F64, F64, F64]:
+    """v = step H~, its largest absolute value (B,), scale (B, 1) and q (B, slots) of `prepare`."""
+    dim, step, cmax = plane.slots
+    v = white[:, dim] * step
+    peak = np.max(np.abs(v), axis=1, initial=0.0)
+    scale = np.where(peak > ABSOLUTE, peak / _PEAK, 1.0)[:, None]  # all codes meet q = 0 in a vanishing state
+    quantum = np.where(plane.coarse(2) & (cmax <= 3), 256.0, 1.0)
+    return v, peak, scale, np.clip(np.rint(v / (scale * quantum)) * quantum, -_PEAK, _PEAK)
+
+
 def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[PlaneStates, F64, F64]:
     """Quantise white states for a plane.
 
@@ -211,11 +227,7 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
     RELATIVE * half_scale * sum cmax |q| covers the product in `bound` with rho and half_scale and its addition.
     """
     dim, step, cmax = plane.slots
-    v = white[:, dim] * step
-    peak = np.max(np.abs(v), axis=1, initial=0.0)
-    scale = np.where(peak > ABSOLUTE, peak / _PEAK, 1.0)[:, None]  # all codes meet q = 0 in a vanishing state
-    quantum = np.where((cmax <= 3) & (not plane.interleaved), 256.0, 1.0)
-    q = np.clip(np.rint(v / (scale * quantum)) * quantum, -_PEAK, _PEAK)
+    v, peak, scale, q = _quantise(plane, white)
     left = np.abs(v - q * scale) + RELATIVE * peak[:, None] + white_error[:, dim] * step
     error = (left @ (cmax / 2)) * INFLATE
     reach = (scale[:, 0] / 2) * (np.abs(q) @ cmax)
@@ -226,3 +238,34 @@ def prepare(plane: Plane, white: F64, white_error: F64, norms: F64) -> tuple[Pla
     params[:, 1] = q @ cmax
     params[:, 3:7] = plane.radius_step.astype(np.float64) * norms * INFLATE
     return PlaneStates(hi.astype(np.int8), (q - 256 * hi).astype(np.int8), params), error * INFLATE, reach * INFLATE
+
+
+def rounding_lengths(plane: Plane, white: F64, white_error: F64, moment: Moment, rho: float) -> tuple[F64, F64]:
+    """For all rows at once, as vectors over the rows: (B,) bounds on the length of what `prepare` may miss,
+
+        sqrt( sum_i rho_i^2 (<xc_i, M h> - half_scale (2 D_i - offset))^2 ),
+
+    and (B,) of that of the second term. rho is the length of the row scales.
+
+    A slot's term is off by (c - cmax/2) (v - scale q) and by at most (c - cmax/2) other, other = RELATIVE peak + step
+    white_error. The moments bound what a coarse segment makes of both; in others |c - cmax/2| <= cmax/2 will do.
+    """
+    dim, step, cmax = plane.slots
+    v, peak, scale, q = _quantise(plane, white)
+    left = v - q * scale
+    other = white_error[:, dim] * step + RELATIVE * peak[:, None] + ABSOLUTE
+    reach = rho * (scale[:, 0] * (np.abs(q) @ (cmax / 2)) + other @ (cmax / 2)) * INFLATE
+    missed, at, from_, coarse = RELATIVE * reach, 0, 0, 0
+    for width, words in plane.segments:
+        part = slice(at, at := at + int(words) * 32 // int(width))
+        if plane.coarse(int(width)):
+            lean = moment.lean[from_ : (from_ := from_ + part.stop - part.start)].astype(np.float64)
+            coding = float(moment.coding[coarse])
+            along = np.abs(left[:, part] @ lean) + np.abs(left[:, part]) @ np.abs(lean) * 2.0**-36
+            across = coding * np.linalg.norm(left[:, part], axis=1)
+            most = (float(np.linalg.norm(lean)) + coding) * np.linalg.norm(other[:, part], axis=1)
+            missed = missed + np.hypot(along, across) + most
+            coarse += 1
+        else:
+            missed = missed + rho * ((np.abs(left[:, part]) + other[:, part]) @ (cmax[part] / 2))
+    return missed * INFLATE, reach

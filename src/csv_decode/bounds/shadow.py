@@ -27,13 +27,15 @@ except with probability exp(-sigma^2 / 2): bytes 0 to 2 bound squares of the par
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels import Kernels
 from ..spec import Rows
-from .planes import GROUPS, Plane, PlaneStates, group_edges, prepare, rotation_edges
+from .moments import Moment
+from .planes import GROUPS, Plane, PlaneStates, group_edges, prepare, rotation_edges, rounding_lengths
 from .rounding import ABSOLUTE, INFLATE, RELATIVE, score_error
 
 __all__ = ["ShadowBound"]
@@ -49,7 +51,8 @@ class ShadowBound:
     mean: (d,) float32, mu. transform: (D, d) float16, M (float32 in the probabilistic mode). rho: (V,) bfloat16 as
     uint16. planes: coarse to fine. delta: see the module. energy: mean of ||M h||^2 / D over the calibration states; a
     state that fits has the same. In the probabilistic mode only: rotation_error bounds the Frobenius norm of E, and
-    typical (planes, GROUPS - 1) says what a row has of byte_ig step_g, from which c is chosen.
+    typical (planes, GROUPS - 1) says what a row has of byte_ig step_g, from which c is chosen. moments: for each plane
+    what bounds all rows together; None in the probabilistic mode, or where float32 cannot hold it.
     """
 
     mean: NDArray[np.float32]
@@ -60,6 +63,7 @@ class ShadowBound:
     energy: float
     rotation_error: float | None = None
     typical: NDArray[np.float64] | None = None
+    moments: tuple[Moment, ...] | None = None
 
     @property
     def probabilistic(self) -> bool:
@@ -128,3 +132,46 @@ class ShadowBound:
             out.append(states)
         with np.errstate(over="ignore"):  # infinite beside a calibration of next to nothing
             return out, np.sum(white * white, axis=1) / dims / (self.energy or 1.0)
+
+    @cached_property
+    def _scales(self) -> float:
+        """Length of the row scales, as a vector over the rows."""
+        rho = (self.rho.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return float(np.sqrt(np.sum(rho.astype(np.float64) ** 2))) * INFLATE
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes that `spread` reads once for a batch."""
+        return sum(moment.nbytes for moment in self.moments or ())
+
+    def spread(self, kernels: Kernels, h: F64, bias: NDArray[np.float32] | None) -> F64 | None:
+        """For B states (B, d) and each plane, an upper bound (B, planes) of
+
+            sqrt( sum_i (logit_i - centre_i)^2 ),    centre_i what that plane gives for row i,
+
+        over all rows; bias: (V,) of the head. None without moments.
+
+        By the identity of this module a centre misses <r_i, M h>, <delta_i, h>, what `planes.prepare` rounds, the error
+        of <mu, h>, and a float32 rounding for each plane; as vectors over the rows, they are at most as long as the
+        sum of their lengths.
+        """
+        if self.moments is None:
+            return None
+        width = self.transform.shape[1]
+        white, magnitude = kernels.score(Rows(self.transform, self.transform.dtype.name), h)
+        white_error = score_error(width, magnitude)
+        lost = np.linalg.norm(white_error, axis=1) * INFLATE
+        base, base_magnitude = kernels.score(Rows(self.mean[None], "float32"), h)
+        rows = float(np.sqrt(len(self.rho)))
+        common = rows * (score_error(width, base_magnitude[:, 0]) * INFLATE + 2.0**-140)
+        common += self.delta * (np.linalg.norm(h, axis=1) * INFLATE + ABSOLUTE) * self._scales
+        size = rows * np.abs(base[:, 0])  # bounds the length of the centres
+        if bias is not None:
+            size += float(np.linalg.norm(bias.astype(np.float64)))
+        out = np.empty((len(h), len(self.planes)))
+        for i, (plane, moment) in enumerate(zip(self.planes, self.moments, strict=True)):
+            missed, reach = rounding_lengths(plane, white, white_error, moment, self._scales)
+            common, size = common + missed, size + reach
+            rounded = (i + 1) * 2.0**-23 * size
+            out[:, i] = (moment.length(white) + moment.norm * lost + common + rounded) * INFLATE
+        return out

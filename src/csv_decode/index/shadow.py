@@ -16,6 +16,7 @@ from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, Plane, group_edges, rotat
 from ..bounds.rounding import INFLATE, gamma
 from ..bounds.shadow import ShadowBound
 from ..spec import HeadSpec
+from .moments import Sums, add_sums, bound_sums
 
 __all__ = ["build_shadow", "longest_code", "solve_transform", "whitening"]
 
@@ -436,7 +437,7 @@ def build_shadow(
     g = gamma(dims + width + 8)
     done = 0
 
-    def chunk(first: int) -> tuple[int, float]:
+    def chunk(first: int) -> tuple[int, float, list[Sums]]:
         last = min(first + _CHUNK, n)
         w = wide(ids[first:last])
         centred = w - mean
@@ -466,8 +467,12 @@ def build_shadow(
                 "others; its numbers are too far from theirs"
             ) from None
         rho_bits[first:last] = _round_bf16_up(scale)
+        sums, coded = [], np.zeros_like(x)
         for i, plane in enumerate(planes):
             packed = plane.pack(codes[i], radii[i])
+            if not probabilistic:
+                coded += plane.decode(packed, dims)
+                sums.append(Sums.of(plane, x - scale[:, None] * coded, packed, scale))
             if plane.interleaved:
                 whole = np.zeros((-(-len(packed) // INTERLEAVE) * INTERLEAVE, packed.shape[1]), np.uint32)
                 whole[: len(packed)] = packed
@@ -475,14 +480,16 @@ def build_shadow(
                 words[i][first : first + len(whole)] = woven.reshape(-1, packed.shape[1])
             else:
                 words[i][first:last] = packed
-        return last - first, float(np.max(delta / scale))
+        return last - first, float(np.max(delta / scale)), sums
 
-    worst = 0.0
+    worst, total = 0.0, None
     with ThreadPoolExecutor(threads) as pool:
-        for count, ratio in pool.map(chunk, range(0, n, _CHUNK)):
+        for count, ratio, sums in pool.map(chunk, range(0, n, _CHUNK)):
             done += count
             worst = max(worst, ratio)
+            total = add_sums(total, sums)
             progress(done, n)
+    moments = [bound_sums(sums) for sums in total or []]
     white = states @ transform.astype(np.float64).T
     return ShadowBound(
         mean=mean,
@@ -495,4 +502,5 @@ def build_shadow(
         energy=float(np.mean(white**2)),
         rotation_error=rotation_error,
         typical=np.array(coder.middles) if isinstance(coder, _RotatedCoder) else None,
+        moments=tuple(m for m in moments if m is not None) if moments and None not in moments else None,
     )

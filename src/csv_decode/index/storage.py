@@ -2,8 +2,8 @@
 
 Tensors: ``row_ids`` int64; ``centroid.centroids``, ``.radius``, ``.bias_max`` float32 and ``.offsets`` int64;
 ``shadow.mean`` float32, ``.transform`` float16 (float32 in the probabilistic mode) and ``.rho`` uint16 (bfloat16 bits);
-``shadow.plane<i>.bits`` int32, ``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp). All
-numbers are little-endian.
+``shadow.plane<i>.bits`` int32, ``.step``, ``.radius_step`` float32 and ``.words`` uint32 (see cpp/plane.hpp);
+``shadow.moment<i>.matrix`` int8, ``.size``, ``.scale``, ``.coding``, ``.lean`` float32. All numbers are little-endian.
 
 Metadata has one entry, "csv-decode index", JSON with sorted keys: ``version``; ``head`` (fingerprint, kind, shape,
 n_rows, settings, scalars of the bounds); ``sha256`` over head and tensors. The same index always gives the same file.
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ..bounds.centroid import CentroidBound
+from ..bounds.moments import Moment
 from ..bounds.planes import Plane
 from ..bounds.shadow import ShadowBound
 from ..spec import Array, HeadSpec, as_path
@@ -37,11 +38,13 @@ from .structure import require_structure
 __all__ = ["IndexFileError", "load_index", "save"]
 
 FORMAT = "csv-decode index"
-VERSION = 2
-_TYPES = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "F16": np.float16, "U16": np.uint16, "U32": np.uint32}
+VERSION = 3
+_TYPES: dict[str, Any] = {"I64": np.int64, "I32": np.int32, "I8": np.int8, "U16": np.uint16, "U32": np.uint32}
+_TYPES |= {"F32": np.float32, "F16": np.float16}
 _CENTROID = ("centroids", "radius", "bias_max", "offsets")
 _SHADOW = ("mean", "transform", "rho")
 _PLANE = ("bits", "step", "radius_step", "words")
+_MOMENT = ("matrix", "size", "scale", "coding", "lean")
 Tensors = dict[str, NDArray[Any]]
 
 
@@ -62,6 +65,9 @@ def _tensors(index: Index) -> Tensors:
         for i, plane in enumerate(index.shadow.planes):
             for name in _PLANE:
                 out[f"shadow.plane{i}.{name}"] = getattr(plane, name)
+        for i, moment in enumerate(index.shadow.moments or ()):
+            for name in _MOMENT:
+                out[f"shadow.moment{i}.{name}"] = getattr(moment, name)
     return {name: np.ascontiguousarray(tensor) for name, tensor in out.items()}
 
 
@@ -222,6 +228,9 @@ def _assemble(head: Any, tensors: Tensors) -> Index:
         planes: list[Plane] = []
         while f"shadow.plane{len(planes)}.words" in tensors:
             planes.append(Plane(**take(f"shadow.plane{len(planes)}", _PLANE), interleaved=not planes))
+        moments: list[Moment] = []
+        while f"shadow.moment{len(moments)}.matrix" in tensors:
+            moments.append(Moment(**take(f"shadow.moment{len(moments)}", _MOMENT)))
         shadow = ShadowBound(
             **take("shadow", _SHADOW),
             planes=tuple(planes),
@@ -229,6 +238,7 @@ def _assemble(head: Any, tensors: Tensors) -> Index:
             energy=float(scalars["energy"]),
             rotation_error=None if scalars["rotation_error"] is None else float(scalars["rotation_error"]),
             typical=None if scalars["typical"] is None else np.array(scalars["typical"], float),
+            moments=tuple(moments) if moments else None,
         )
     return Index(
         fingerprint=str(head["fingerprint"]),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..bounds.centroid import CentroidBound
+from ..bounds.moments import Moment
 from ..bounds.planes import BLOCK, GROUPS, INTERLEAVE, MAX_PLANES, Plane
 from ..bounds.shadow import ShadowBound
 from ..spec import ROW_KINDS, shown
@@ -108,6 +109,25 @@ def _shadow(bound: ShadowBound, n: int, width: int) -> None:
     _require(1 <= len(bound.planes) <= MAX_PLANES, f"{len(bound.planes)} planes, expected 1 to {MAX_PLANES}")
     for i, plane in enumerate(bound.planes):
         _plane(f"shadow.plane{i}", plane, n, blocks, first=i == 0)
+    _typed("moments", bound.moments, tuple, optional=True)
+    if bound.moments is not None:
+        _require(not bound.probabilistic, "the probabilistic mode has no moments")
+        _require(len(bound.moments) == len(bound.planes), "there are moments for other planes")
+        for i, (plane, moment) in enumerate(zip(bound.planes, bound.moments, strict=True)):
+            _moment(f"shadow.moment{i}", moment, plane, blocks * BLOCK)
+
+
+def _moment(name: str, moment: Moment, plane: Plane, dims: int) -> None:
+    _typed(name, moment, Moment)
+    _array(f"{name}.matrix", moment.matrix, np.int8, (dims, dims))
+    _require(np.array_equal(moment.matrix, moment.matrix.T), f"{name}.matrix is not symmetric")
+    _array(f"{name}.size", moment.size, np.float32, (dims,))
+    _array(f"{name}.scale", moment.scale, np.float32, (2,))
+    coarse = [int(words) * 32 // int(width) for width, words in plane.segments if plane.coarse(int(width))]
+    _array(f"{name}.coding", moment.coding, np.float32, (len(coarse),))
+    _array(f"{name}.lean", moment.lean, np.float32, (sum(coarse),))
+    for part in (moment.size, moment.scale, moment.coding):
+        _require((part >= 0).all(), f"{name} has a negative size")
 
 
 def _plane(name: str, plane: Plane, n: int, blocks: int, first: bool) -> None:

@@ -13,6 +13,8 @@ from ..bounds.rounding import INFLATE, RELATIVE, gamma
 from ..kernels import require_ieee, thread_count
 from ..spec import Array, HeadSpec, require_callable
 from . import Index
+from .moments import Sums, add_sums
+from .moments import holds as moment_holds
 from .shadow import longest_code, solve_transform
 from .structure import require_structure
 
@@ -103,7 +105,7 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
             )
         turning = longest_code(bound.planes) * bound.rotation_error
 
-    def chunk(first: int) -> int:
+    def chunk(first: int) -> tuple[int, list[Sums]]:
         last = min(first + _CHUNK, n)
         w = spec.rows.float32(ids[first:last]).astype(np.float64)
         centred = w - mean
@@ -112,7 +114,7 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
         delta = np.linalg.norm(centred - x @ stored, axis=1)
         delta += g * (np.linalg.norm(w, axis=1) + np.linalg.norm(mean) + size * np.linalg.norm(x, axis=1))
         _require(delta * INFLATE + scale * turning <= scale * bound.delta, ids[first:last], "residual above delta")
-        coded = np.zeros_like(x)
+        coded, sums = np.zeros_like(x), []
         reach = np.zeros(dims)  # no partial sum of xc_j is above this
         for p, plane in enumerate(bound.planes):
             words = plane.rows(first, last)
@@ -121,6 +123,8 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
             rest = x - scale[:, None] * coded
             missed = RELATIVE * (np.abs(x) + scale[:, None] * reach)  # by float64, of the true rest
             _, radii = plane.unpack(words)
+            if bound.moments is not None:
+                sums.append(Sums.of(plane, rest, words[: last - first], scale))
             if bound.probabilistic:
                 unit = plane.radius_step.astype(np.float64)
                 lost = np.linalg.norm(missed, axis=1)
@@ -145,13 +149,17 @@ def _verify_shadow(index: Index, spec: HeadSpec, threads: int, progress: Callabl
                 norm = np.linalg.norm(rest[:, part], axis=1) + np.linalg.norm(missed[:, part], axis=1)
                 allowed = radii[:, group] * float(plane.radius_step[group]) * scale
                 _require(norm * INFLATE <= allowed, ids[first:last], f"residual above radius {group} of plane {p}")
-        return last - first
+        return last - first, sums
 
-    done = 0
+    done, total = 0, None
     with ThreadPoolExecutor(threads) as pool:
-        for count in pool.map(chunk, range(0, n, _CHUNK)):
+        for count, sums in pool.map(chunk, range(0, n, _CHUNK)):
             done += count
+            total = add_sums(total, sums)
             progress(done, n)
+    for p, (moment, whole_sums) in enumerate(zip(bound.moments or (), total or (), strict=True)):
+        if not moment_holds(moment, whole_sums):
+            raise ValueError(f"the moments of plane {p} do not hold; the index is damaged, rebuild it")
 
 
 def _require(holds: np.ndarray, ids: np.ndarray, what: str) -> None:

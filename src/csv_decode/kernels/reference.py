@@ -218,3 +218,39 @@ class ReferenceLedger:
         with np.errstate(over="ignore"):
             np.add.at(bins, np.clip(-2 * exponent, 0, 127).astype(np.int64), np.exp2(exponent) * (1 + 2.0**-30))
         return bins
+
+    def _joint_terms(self, b: int, start: float, rate: float) -> tuple[F64, F64, F64, I64]:
+        """high, likely and peak of cpp/noise.inl, and bins of the peaks."""
+        upper, centre = self._upper[b].astype(np.float64), self._centre[b].astype(np.float64)
+        gone = upper == -np.inf
+        with np.errstate(over="ignore", invalid="ignore"):
+            high = np.exp2(np.maximum((upper - start) * rate, -63.75)) * (1 + 2.0**-30)
+            likely = np.exp2(np.maximum((centre - start) * rate, -63.75))
+            peak = high / np.maximum(2, ((upper - centre) * rate * np.log(2)) ** 2) * (1 + 2.0**-30)
+        high[np.isnan(upper)] = np.inf
+        peak[~(np.isfinite(centre) & (peak >= 0))] = np.inf
+        high[gone] = likely[gone] = peak[gone] = 0.0
+        with np.errstate(divide="ignore"):
+            bins = np.clip(np.floor(-2 * np.log2(peak)), 0, 127)
+        return high, likely, peak, bins.astype(np.int64)
+
+    def joint(self, b: int, start: float, rate: float) -> F64:
+        high, likely, peak, bins = self._joint_terms(b, start, rate)
+        out = np.zeros((len(self._cascade.planes), 128, 4))
+        for column, terms in enumerate((high, likely, likely**2)):
+            np.add.at(out[:, :, column], (self._level[b], bins), terms)
+        np.maximum.at(out[:, :, 3], (self._level[b], bins), peak)
+        return out
+
+    def lift(self, b: int, level: int, count: int, start: float, rate: float) -> I64:
+        _, _, peak, bins = self._joint_terms(b, start, rate)
+        rows = np.nonzero((self._level[b] == level) & (peak > 0) & (bins < count))[0].astype(np.int64)
+        if level + 1 == len(self._cascade.planes):
+            return rows
+        if len(rows):
+            self._centre[b, rows], self._upper[b, rows] = self._cascade.kernels.refine(
+                self._cascade.planes[level + 1], self._states[level + 1].one(b), rows, self._centre[b, rows]
+            )
+            self._level[b, rows] = level + 1
+            self._rows_at[b, level + 1] += len(rows)
+        return rows[:0]
