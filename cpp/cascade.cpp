@@ -416,8 +416,8 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
     finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, std::move(race), k,
            budget, &out[at(i)]);
   });
-  const int64_t row_bytes = s.rows.width * (s.rows.type == RowType::float32 ? 4 : 2);
-  const double once = static_cast<double>(s.dims * s.rows.width * (s.transform.type == RowType::float32 ? 4 : 2) + s.rows.width * 4 + s.row_bytes(0) * n_rows) /
+  const int64_t row_bytes = s.rows.bytes();
+  const double once = static_cast<double>(s.dims * s.transform.bytes() + s.mean.bytes() + s.row_bytes(0) * n_rows) /
                       static_cast<double>(n_live);
   for (int b : live) {
     StepResult& result = out[static_cast<size_t>(b)];

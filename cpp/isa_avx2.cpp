@@ -239,9 +239,13 @@ void score(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, co
   else if (rows.type == RowType::float16)
     score_rows(static_cast<const Half*>(rows.data), rows.width, ids, first, last, h, n_states, value, magnitude,
                stride);
-  else
+  else if (rows.type == RowType::bfloat16)
     score_rows(static_cast<const Brain*>(rows.data), rows.width, ids, first, last, h, n_states, value, magnitude,
                stride);
+  else
+    score_packed(rows, ids, first, last, [&](const float* row, int64_t i) {
+      score_rows(row, rows.width, nullptr, 0, 1, h, n_states, value + i, magnitude + i, stride);
+    });
 }
 
 int64_t next_above(const float* values, int64_t first, int64_t last, float bar) {

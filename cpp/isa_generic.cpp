@@ -115,9 +115,13 @@ void score(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, co
   else if (rows.type == RowType::float16)
     scalar_score<uint16_t, f16_to_float>(static_cast<const uint16_t*>(rows.data), rows.width, ids, first, last, h,
                                        n_states, value, magnitude, stride);
-  else
+  else if (rows.type == RowType::bfloat16)
     scalar_score<uint16_t, bf16_to_float>(static_cast<const uint16_t*>(rows.data), rows.width, ids, first, last, h,
                                         n_states, value, magnitude, stride);
+  else
+    score_packed(rows, ids, first, last, [&](const float* row, int64_t i) {
+      scalar_score<float, same>(row, rows.width, nullptr, 0, 1, h, n_states, value + i, magnitude + i, stride);
+    });
 }
 
 }  // namespace

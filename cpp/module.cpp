@@ -164,13 +164,24 @@ void refine(const std::string& isa, int threads, const BoundPlane& bound, In<int
   });
 }
 
-void score(const std::string& isa, int threads, nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows,
-           int type, std::optional<In<int64_t, 1>> ids, In<double, 2> h, Out<double, 2> value,
+using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Rows of numbers, or of blocks of bytes.
+Rows rows_of(const AnyRows& rows, int type) {
+  expect(type >= 0 && type < kRowTypes, "no such row type");
+  const BlockFormat& format = kBlocks[type];
+  const bool packed = format.numbers > 1;
+  expect(static_cast<int64_t>(rows.itemsize()) == (packed ? 1 : format.bytes), "row type and item size differ");
+  const int64_t count = static_cast<int64_t>(rows.shape(1));
+  expect(!packed || count % format.bytes == 0, "a row is no whole number of blocks");
+  return {rows.data(), static_cast<RowType>(type), packed ? count / format.bytes * format.numbers : count};
+}
+
+void score(const std::string& isa, int threads, AnyRows rows, int type, std::optional<In<int64_t, 1>> ids, In<double, 2> h, Out<double, 2> value,
            Out<double, 2> magnitude) {
   const Kernels* kernels = find(isa);
-  expect(type >= 0 && type <= 2, "row type is 0 (float32), 1 (float16) or 2 (bfloat16)");
-  expect(rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
-  expect(rows.shape(1) == h.shape(1), "rows and states differ in width");
+  const Rows view = rows_of(rows, type);
+  expect(view.width == static_cast<int64_t>(h.shape(1)), "rows and states differ in width");
   int64_t n = static_cast<int64_t>(ids ? ids->shape(0) : rows.shape(0));
   expect(value.shape(0) == h.shape(0) && magnitude.shape(0) == h.shape(0), "one output row a state");
   expect(static_cast<int64_t>(value.shape(1)) == n && static_cast<int64_t>(magnitude.shape(1)) == n,
@@ -179,7 +190,6 @@ void score(const std::string& isa, int threads, nb::ndarray<nb::ro, nb::ndim<2>,
     for (int64_t i = 0; i < n; ++i)
       if ((*ids)(i) < 0 || (*ids)(i) >= static_cast<int64_t>(rows.shape(0)))
         throw std::out_of_range("row outside the weights");
-  Rows view = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
   nb::gil_scoped_release release;
   parallel_ranges(threads, n, 32, [&](int64_t first, int64_t last) {
     kernels->score(view, ids ? ids->data() : nullptr, first, last, h.data(), static_cast<int>(h.shape(0)),
@@ -278,28 +288,23 @@ nb::object columns(const std::vector<StepResult>& steps, size_t k) {
       column<double>(steps, [](S s) { return s.energy; }));
 }
 
-using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
                AnyRows transform, int transform_type, In<float, 2> mean, In<int64_t, 1> edges, double delta,
                double energy, double rotation_error, In<double, 2> typical, double sigma)
       : rows_(rows), bias_(bias), transform_(transform), mean_(mean) {
-    expect(type >= 0 && type <= 2 && rows.itemsize() == (type == 0 ? 4u : 2u), "row type and item size differ");
     CascadeSpec s{};
-    s.rows = {rows.data(), static_cast<RowType>(type), static_cast<int64_t>(rows.shape(1))};
+    s.rows = rows_of(rows, type);
     s.bias = bias ? bias->data() : nullptr;
-    expect(transform_type >= 0 && transform_type <= 2 && transform.itemsize() == (transform_type == 0 ? 4u : 2u),
-           "transform type and item size differ");
-    s.transform = {transform.data(), static_cast<RowType>(transform_type), s.rows.width};
+    s.transform = rows_of(transform, transform_type);
     s.mean = {mean.data(), RowType::float32, s.rows.width};
     s.dims = static_cast<int64_t>(transform.shape(0));
     s.delta = delta;
     s.energy = energy;
     s.rotation_error = rotation_error;
     s.sigma = sigma;
-    expect(transform.shape(1) == rows.shape(1) && mean.shape(1) == rows.shape(1) && mean.shape(0) == 1,
+    expect(s.transform.width == s.rows.width && static_cast<int64_t>(mean.shape(1)) == s.rows.width && mean.shape(0) == 1,
            "transform, mean and rows differ in width");
     expect(!bias || bias->shape(0) >= rows.shape(0), "fewer biases than rows");
     s.groups = static_cast<int>(edges.shape(0)) - 1;
@@ -339,7 +344,7 @@ class BoundCascade {
   // bytes read, vanishing, finite, within budget.
   nb::object scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget) {
     const Kernels* kernels = find(isa);
-    expect(h.shape(1) == rows_.shape(1), "rows and states differ in width");
+    expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
     for (size_t i = 0; i < h.size(); ++i)
       if (!(std::fabs(h.data()[i]) <= std::numeric_limits<float>::max())) return nb::none();

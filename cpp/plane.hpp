@@ -48,12 +48,23 @@ struct PlaneState {
   double start_slack;
 };
 
-enum class RowType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
+// The last three are block formats of GGUF files; a row is a whole number of blocks.
+enum class RowType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, q8_0 = 3, q4_k = 4, q6_k = 5 };
+constexpr int kRowTypes = 6;
+
+struct BlockFormat {
+  int64_t numbers, bytes;  // of a block
+};
+constexpr BlockFormat kBlocks[kRowTypes] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {256, 144}, {256, 210}};
 
 struct Rows {
-  const void* data;  // (rows, width), row-major
+  const void* data;  // rows of `width` numbers, one after another
   RowType type;
   int64_t width;
+  int64_t bytes() const {
+    const BlockFormat& f = kBlocks[static_cast<int>(type)];
+    return width / f.numbers * f.bytes;
+  }
 };
 
 // What the noise of one state's race depends on; see noise.inl.

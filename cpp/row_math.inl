@@ -189,3 +189,64 @@ inline void scalar_score(const T* data, int64_t width, const int64_t* ids, int64
     }
   }
 }
+
+inline float f16_at(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return f16_to_float(bits);
+}
+
+// A row of blocks as float32, with the operations and the order of the `gguf` package (its quants.py), so that every
+// number is the same.
+inline void unpack_row(const uint8_t* p, RowType type, int64_t width, float* out) {
+  if (type == RowType::q8_0) {
+    for (int64_t at = 0; at < width; at += 32, p += 34) {
+      const float d = f16_at(p);
+      for (int i = 0; i < 32; ++i) out[at + i] = static_cast<float>(static_cast<int8_t>(p[2 + i])) * d;
+    }
+  } else if (type == RowType::q4_k) {
+    for (int64_t at = 0; at < width; at += 256, p += 144) {
+      const float d = f16_at(p), low = f16_at(p + 2);
+      const uint8_t *s = p + 4, *q = p + 16;
+      for (int j = 0; j < 8; ++j) {
+        const int sc = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | ((s[j - 4] >> 2) & 48);
+        const int m = j < 4 ? s[j + 4] & 63 : (s[j + 4] >> 4) | ((s[j] >> 2) & 48);
+        const float step = d * static_cast<float>(sc), under = low * static_cast<float>(m);
+        for (int i = 0; i < 32; ++i) {
+          const int code = (q[j / 2 * 32 + i] >> (j % 2 * 4)) & 15;
+          out[at + 32 * j + i] = step * static_cast<float>(code) - under;
+        }
+      }
+    }
+  } else {
+    for (int64_t at = 0; at < width; at += 256, p += 210) {
+      const uint8_t *low = p, *high = p + 128, *s = p + 192;
+      const float d = f16_at(p + 208);
+      for (int j = 0; j < 8; ++j)  // 32 numbers each: half j / 4, its quarter j % 4
+        for (int i = 0; i < 32; ++i) {
+          const int l = (low[j / 4 * 64 + j % 2 * 32 + i] >> (j % 4 / 2 * 4)) & 15;
+          const int h = (high[j / 4 * 32 + i] >> (j % 4 * 2)) & 3;
+          const float step = d * static_cast<float>(static_cast<int8_t>(s[2 * j + i / 16]));
+          out[at + 32 * j + i] = step * static_cast<float>((l | h << 4) - 32);
+        }
+    }
+  }
+}
+
+// Rows of blocks, one after another through `score_one(row, i)`, which takes a row of float32 for output i.
+template <typename Score>
+inline void score_packed(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, const Score& score_one) {
+  float* row = static_cast<float*>(__builtin_malloc(static_cast<size_t>(rows.width) * sizeof(float)));
+  if (!row) __builtin_trap();
+  const uint8_t* data = static_cast<const uint8_t*>(rows.data);
+  const int64_t size = rows.bytes();
+  for (int64_t i = first; i < last; ++i) {
+    if (i + 4 < last) {
+      const uint8_t* next = data + (ids ? ids[i + 4] : i + 4) * size;
+      for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(next + at);
+    }
+    unpack_row(data + (ids ? ids[i] : i) * size, rows.type, rows.width, row);
+    score_one(row, i);
+  }
+  __builtin_free(row);
+}

@@ -165,6 +165,6 @@ def stock_gap(spec: HeadSpec, h: NDArray[np.float32], mine: int, theirs: int) ->
     bias = np.zeros(2) if spec.bias32 is None else spec.bias32[[mine, theirs]].astype(np.float64)
     score = rows @ h.astype(np.float64) + bias
     magnitude = np.abs(rows) @ np.abs(h.astype(np.float64)) + np.abs(bias)
-    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}[spec.rows.kind]
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}.get(spec.rows.kind, 2.0**-24)
     rounding = magnitude * (spec.width + 2) * 2.0**-24 + np.abs(score) * unit
     return float(score[0] - score[1]), float(rounding.sum())

@@ -39,7 +39,7 @@ from .index.structure import require_structure
 from .kernels import Cascade, get_kernels, require_ieee
 from .narrow import narrow, rounded_argmax
 from .scan import Scan, allowed_bits, exact_rows
-from .spec import Array, HeadSpec, as_states, column, flag, one_of, positive, require_usable, whole
+from .spec import BLOCKS, Array, HeadSpec, as_states, column, flag, one_of, positive, require_usable, whole
 
 __all__ = ["CertifiedHead"]
 
@@ -541,6 +541,8 @@ class CertifiedHead:
         if self.spec.bias32 is not None or self.spec.scale != 1.0 or self.spec.softcap is not None:
             raise ValueError("model_argmax is about a head without bias, scale and soft cap")
         scan = self._scan_of(hidden, None)
+        if self.spec.rows.kind in BLOCKS:
+            raise ValueError(f"model_argmax does not know the arithmetic of {self.spec.rows.kind} weights; use top_k")
         if not (narrow(scan.h.astype(np.float32), self.spec.rows.kind) == scan.h).all():
             raise ValueError(f"the states are no {self.spec.rows.kind} numbers, which the head is about")
         ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
@@ -610,7 +612,7 @@ class CertifiedHead:
         if len(ids):
             value, magnitude = self.kernels.score(self.spec.rows, step.h[None], ids)
             self._add(step, ids, value[0], magnitude[0])
-            step.bytes_read += len(ids) * self.spec.width * self.spec.rows.itemsize
+            step.bytes_read += len(ids) * self.spec.rows.row_bytes
 
     def _add(self, step: _Step, ids: I64, value: F64, magnitude: F64) -> None:
         error = score_error(self.spec.width, magnitude) if step.h.any() else np.zeros(len(ids))
@@ -636,7 +638,7 @@ class CertifiedHead:
             step.fallback = reason or step.fallback
             step.ranked = False
             step.max_unopened = -np.inf
-            step.bytes_read += n * self.spec.width * rows.itemsize / len(steps)
+            step.bytes_read += n * rows.row_bytes / len(steps)
             self._add(step, np.arange(n), value[b], magnitude[b])
 
     def _token_ids(self, rows: I64) -> I64:

@@ -200,7 +200,7 @@ class Scan:
     ) -> Certificates:
         n, spec = len(self), self.spec
         rows_scored = np.array([sum(len(part[0]) for part in parts) for parts in self._parts], np.int64)
-        width_bytes = spec.width * spec.rows.itemsize
+        width_bytes = spec.rows.row_bytes
         read = rows_scored.astype(np.float64) * width_bytes
         survivors = np.zeros((n, 1), np.int64)
         energy = np.full(n, np.nan)

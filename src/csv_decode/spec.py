@@ -36,7 +36,9 @@ __all__ = [
 Array = Any  # a numpy array or a torch tensor
 F64 = NDArray[np.float64]
 
-ROW_KINDS = ("float32", "float16", "bfloat16")
+#: Block formats of GGUF files: numbers and bytes of a block.
+BLOCKS = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+ROW_KINDS = ("float32", "float16", "bfloat16", *BLOCKS)
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
@@ -177,13 +179,28 @@ def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A matrix in its stored type: `data` (n, d), float32, float16, or uint16 bit patterns of bfloat16."""
+    """A matrix in its stored type: `data` (n, d), float32, float16, or uint16 bit patterns of bfloat16; or (n, bytes)
+    uint8, rows of blocks as GGUF files have them, which stand for the float32 numbers that the `gguf` package makes of
+    them: kinds "q8_0", "q4_k", "q6_k"."""
 
     data: NDArray[Any]
     kind: str
 
     @classmethod
+    def packed(cls, data: NDArray[np.uint8], kind: str) -> Rows:
+        """Rows of blocks. Raises ValueError where data are no whole blocks of that kind."""
+        numbers, size = BLOCKS[one_of("kind", kind, tuple(BLOCKS))]
+        if data.dtype != np.uint8 or data.ndim != 2 or 0 in data.shape or data.shape[1] % size:
+            raise ValueError(
+                f"weight of kind {kind} has shape {data.shape} and dtype {data.dtype}, expected (V, {size} n) uint8: "
+                f"n blocks of {numbers} numbers a row"
+            )
+        return cls(_stored(data), kind)
+
+    @classmethod
     def of(cls, array: Array, what: str = "weight") -> Rows:
+        if isinstance(array, Rows):
+            return array
         data, brain = _to_numpy(array)
         if not brain and data.dtype not in (np.float32, np.float16):
             raise ValueError(
@@ -196,15 +213,22 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.data.shape[1]
+        numbers, size = BLOCKS.get(self.kind, (1, 1))
+        return self.data.shape[0], self.data.shape[1] // size * numbers
 
     @property
-    def itemsize(self) -> int:
-        return int(self.data.itemsize)
+    def row_bytes(self) -> int:
+        return int(self.data.shape[1] * self.data.itemsize)
 
     def float32(self, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.float32]:
         """Chosen rows as float32, exactly."""
         data = self.data[rows]
+        if self.kind in BLOCKS:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
+            with np.errstate(over="ignore", invalid="ignore"):  # whoever takes weights in looks for infinity and NaN
+                return np.asarray(dequantize(data, GGMLQuantizationType[self.kind.upper()]))
         return _bf16_to_float32(data) if self.kind == "bfloat16" else data.astype(np.float32, copy=False)
 
 
@@ -213,7 +237,8 @@ class HeadSpec:
     """An output layer: ``logits = softcap(scale * (weight @ h + bias))``.
 
     Args:
-        weight: (V, d), float32, float16 or bfloat16; one row for each token id. Not copied when contiguous.
+        weight: (V, d), float32, float16 or bfloat16, or `Rows.packed`; one row for each token id. Not copied when
+            contiguous.
         bias: (V,) or None, same types.
         scale: positive factor on the logits (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``); like
             softcap, a number that float32 can hold.

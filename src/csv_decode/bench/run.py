@@ -282,8 +282,8 @@ def lines_by_stage(head: CertifiedHead, certificates: Certificates) -> dict[str,
             rows = stages[f"plane {i}"] / shadow.row_bytes(i, bias)
             lines[f"plane {i}"] = _row_lines(plane.words, plane.words_per_row * 4, rows)
     data = head.spec.valid_rows_only().data
-    scored = stages["exact rows"] / (head.spec.width * head.spec.rows.itemsize)
-    lines["exact rows"] = _row_lines(data, head.spec.width * head.spec.rows.itemsize, scored)
+    scored = stages["exact rows"] / (head.spec.rows.row_bytes)
+    lines["exact rows"] = _row_lines(data, head.spec.rows.row_bytes, scored)
     return lines
 
 

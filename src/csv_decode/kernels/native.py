@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..bounds.planes import GROUPS, INTERLEAVE, Plane, PlaneStates, group_edges, rotation_edges
-from ..spec import Rows
+from ..spec import ROW_KINDS, Rows
 
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
 
 __all__ = ["NativeKernels", "ieee", "supported"]
 
-_ROW_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+_ROW_TYPES = {kind: i for i, kind in enumerate(ROW_KINDS)}  # RowType of cpp/plane.hpp
 
 
 def ieee() -> bool:
