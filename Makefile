@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/pytest --numprocesses auto --dist loadfile
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
 .PHONY: demo test sanitize soundness evidence clean
@@ -16,9 +17,9 @@ test: $(VENV)/test.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 ifdef SLOW
-	.ci/sanitize $(BIN)/python & sanitize=$$!; $(BIN)/pytest || { kill $$sanitize; exit 1; }; wait $$sanitize
+	.ci/sanitize $(BIN)/python & sanitize=$$!; $(PYTEST) || { kill $$sanitize; exit 1; }; wait $$sanitize
 else
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 endif
 
 # The native code under the address, undefined-behaviour and thread sanitizers of gcc.

@@ -1,5 +1,7 @@
-// AVX-512 with VNNI (F, BW, VL, DQ, VNNI). vpdpbusd multiplies unsigned codes by signed state bytes and adds four
-// products to an int32 lane without saturation, so the integer sums are exact.
+// AVX-512 (F, BW, VL, DQ), compiled twice: with VNNI, and without for the processors before it (isa_avx512bw.cpp).
+// With it, vpdpbusd multiplies unsigned codes by signed state bytes and adds four products to an int32 lane without
+// saturation, so the integer sums are exact. Without, vpmaddubsw adds two products to an int16 lane, and lanes are
+// widened before they could saturate: see `kWiden`.
 #if defined(CSV_DECODE_X86)
 #include <immintrin.h>
 
@@ -26,11 +28,29 @@ __attribute__((always_inline)) inline __m512i field(const __m512i* w, int f) {
   return _mm512_and_si512(f ? _mm512_srli_epi32(w[0], f * Bits) : w[0], _mm512_set1_epi8((1 << Bits) - 1));
 }
 
+#if defined(CSV_DECODE_NO_VNNI)
+constexpr bool kVnni = false;
+inline __m512i add_dot(__m512i acc, __m512i, __m512i) { return acc; }  // never called
+#else
+constexpr bool kVnni = true;
+inline __m512i add_dot(__m512i acc, __m512i codes, __m512i state) { return _mm512_dpbusd_epi32(acc, codes, state); }
+#endif
+inline __m512i add_pairs(__m512i acc, __m512i codes, __m512i state) {
+  return _mm512_add_epi16(acc, _mm512_maddubs_epi16(codes, state));
+}
+inline __m512i add_wide(__m512i acc, __m512i pairs) {
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+// Words (of three, for fields of 3 bits) whose pairs an int16 lane can hold: a pair is at most 2 * 128 * (2^bits - 1), and
+// a word has 8 / bits of them (eight of 3 bits).
+template <int Bits>
+constexpr int kWiden = 32767 / (256 * ((1 << Bits) - 1) * (Bits == 3 ? 8 : 8 / Bits));
+
 // Sums of S states and N blocks of 16 rows: lane r belongs to row r of its block. Few sums alone would wait for
 // themselves, so they are then split in two chains.
 template <int S, int N>
 struct Sums {
-  static constexpr int kChains = S * N < 4 ? 2 : 1;
+  static constexpr int kChains = kVnni && S * N < 4 ? 2 : 1;
   __m512i hi[S][N][kChains], lo[S][N][kChains];
 };
 
@@ -42,6 +62,20 @@ __attribute__((always_inline)) inline void block_segment(const uint32_t* const* 
   constexpr int kFields = Bits == 3 ? 8 : 8 / Bits, kParts = Bits == 3 ? 3 : 1;
   constexpr int kChains = Sums<S, N>::kChains;
   const int part = count / kParts;
+  __m512i hi16[S][N], lo16[S][N];
+  auto clear = [&] {
+    for (int s = 0; s < S; ++s)
+      for (int n = 0; n < N; ++n) hi16[s][n] = lo16[s][n] = _mm512_setzero_si512();
+  };
+  auto widen = [&] {
+    for (int s = 0; s < S; ++s)
+      for (int n = 0; n < N; ++n) {
+        sums->hi[s][n][0] = add_wide(sums->hi[s][n][0], hi16[s][n]);
+        sums->lo[s][n][0] = add_wide(sums->lo[s][n][0], lo16[s][n]);
+      }
+  };
+  if constexpr (!kVnni) clear();
+  int room = kWiden<Bits>;
   for (int t = 0; t < part; ++t) {
     __m512i w[N][kParts];
 #pragma GCC unroll 4
@@ -67,13 +101,26 @@ __attribute__((always_inline)) inline void block_segment(const uint32_t* const* 
         const __m512i h = _mm512_set1_epi32(h32), l = _mm512_set1_epi32(l32);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-          __m512i &a = sums->hi[s][n][f % kChains], &b = sums->lo[s][n][f % kChains];
-          a = _mm512_dpbusd_epi32(a, c[n], h);
-          b = _mm512_dpbusd_epi32(b, c[n], l);
+          if constexpr (kVnni) {
+            __m512i &a = sums->hi[s][n][f % kChains], &b = sums->lo[s][n][f % kChains];
+            a = add_dot(a, c[n], h);
+            b = add_dot(b, c[n], l);
+          } else {
+            hi16[s][n] = add_pairs(hi16[s][n], c[n], h);
+            lo16[s][n] = add_pairs(lo16[s][n], c[n], l);
+          }
         }
       }
     }
+    if constexpr (!kVnni) {
+      if (--room == 0) {
+        widen();
+        clear();
+        room = kWiden<Bits>;
+      }
+    }
   }
+  if constexpr (!kVnni) widen();
 }
 
 struct Bounds8 {
@@ -216,11 +263,16 @@ __attribute__((always_inline)) inline void rows_chunk(const uint32_t* const* wor
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     __m512i w = Masked ? _mm512_maskz_loadu_epi32(lanes, words[r] + at) : _mm512_loadu_si512(words[r] + at);
+    __m512i pairs = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int f = 0; f < kFields; ++f) {
       __m512i c = _mm512_and_si512(First + f ? _mm512_srli_epi32(w, (First + f) * Bits) : w, mask);
-      acc[r] = _mm512_dpbusd_epi32(acc[r], c, h[f]);
+      if constexpr (kVnni)
+        acc[r] = add_dot(acc[r], c, h[f]);
+      else
+        pairs = add_pairs(pairs, c, h[f]);
     }
+    if constexpr (!kVnni) acc[r] = add_wide(acc[r], pairs);
   }
 }
 
@@ -418,7 +470,12 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 
 }  // namespace
 
-const Kernels avx512_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
+#if defined(CSV_DECODE_NO_VNNI)
+#define CSV_DECODE_TABLE avx512bw_kernels
+#else
+#define CSV_DECODE_TABLE avx512_kernels
+#endif
+const Kernels CSV_DECODE_TABLE = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
                                 joint_terms};
 
 }  // namespace csv_decode

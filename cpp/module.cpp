@@ -45,9 +45,10 @@ std::vector<std::string> supported() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     names.push_back("avx2");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni"))
-      names.push_back("avx512");
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      names.push_back("avx512bw");
+      if (__builtin_cpu_supports("avx512vnni")) names.push_back("avx512");
+    }
   }
 #endif
   return names;
@@ -59,6 +60,7 @@ const Kernels* find(const std::string& name) {
     throw std::invalid_argument("this processor cannot run the kernels '" + name + "'");
 #if defined(CSV_DECODE_X86)
   if (name == "avx2") return &avx2_kernels;
+  if (name == "avx512bw") return &avx512bw_kernels;
   if (name == "avx512") return &avx512_kernels;
 #endif
   return &generic_kernels;

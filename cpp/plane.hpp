@@ -105,6 +105,7 @@ struct Kernels {
 extern const Kernels generic_kernels;
 #if defined(CSV_DECODE_X86)
 extern const Kernels avx2_kernels;
+extern const Kernels avx512bw_kernels;
 extern const Kernels avx512_kernels;
 #endif
 

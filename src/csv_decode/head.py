@@ -128,7 +128,8 @@ class CertifiedHead:
         failure_probability: of a step, in the probabilistic mode; at most 0.5.
         budget: share of the rows that a step may score exactly (the paper's K_max) before it falls back to the dense
             product. None: no limit. Sums (`softmax`, `log_partition`, `log_probs`) have no limit.
-        kernels: "generic", "avx2", "avx512" or "reference"; None: CSV_DECODE_SIMD, else the best that runs here.
+        kernels: "generic", "avx2", "avx512bw", "avx512" (VNNI) or "reference"; None: CSV_DECODE_SIMD, else the best
+            that runs here.
 
     Raises ValueError when index and weights do not belong together. `statistics` keeps running totals.
 
