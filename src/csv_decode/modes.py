@@ -451,8 +451,9 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
     That it is needs no bound on all mass: the mass scored is less than all. So what is likely decides where to look.
     """
     scan.leaders(b, 32)
+    joint = False
     for more in range(_ROUNDS):
-        mass = Mass(scan, b, t)
+        mass = Mass(scan, b, t, joint)
         at = mass.at(token)
         inside = _in_nucleus(mass, at, top_p)
         if inside is not None:
@@ -466,7 +467,12 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
                 continue
             narrow(scan, {b: mass}, {b: max(top_p * mass.scored - low, 0.0) / 2}, {b: last})
         elif low / top_p > mass.scored:
-            narrow(scan, {b: mass}, {b: (low / top_p - mass.scored) / 2})
+            room = (low / top_p - mass.scored) / 2
+            if scan.levels:
+                _lift(scan, mass if joint else Mass(scan, b, t, joint=True), room / mass.low, both=False)
+                joint = True
+            else:
+                narrow(scan, {b: mass}, {b: room})
         else:
             scan.leaders(b, 64 << more)
     scan.dense(b, "edge of the nucleus")

@@ -106,7 +106,7 @@ def _chosen() -> str:
 
 
 def get_kernels(name: str | None = None, threads: int | None = None) -> Kernels:
-    """Kernels by name: generic, avx2, avx512bw, avx512 or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
+    """Kernels by name, of `simd_info`, or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
     name = _chosen() if name is None else name
     count = thread_count(threads)
     if isinstance(name, str) and name == "reference":
