@@ -280,6 +280,7 @@ def check_planes(
         live = usable(prepared, h)
         centre, upper = k.screen(k.bind(shadow.planes[0], shadow.rho, bias), prepared[0], None)
         label = "probabilistic plane" if sigma else "plane"
+        spread = shadow.spread(k, h, bias)
         for p, plane in enumerate(shadow.planes):
             if p:
                 handle = k.bind(plane, shadow.rho, bias)
@@ -287,6 +288,15 @@ def check_planes(
                 centre, upper = np.stack([x[0] for x in fine]), np.stack([x[1] for x in fine])
             some = np.where(live[:, None], upper, np.float32(np.inf))
             check_bounds(report, f"{label} {p}", centre, some, truth, not sigma, f"{where}, {kernels}")
+            if spread is not None:
+                sane = np.isfinite(centre) & live[:, None]  # the sums leave other rows out
+                off = np.where(sane, np.ldexp(truth.above(centre), -truth.shift), 0.0)
+                doubt = np.where(sane, np.ldexp(truth.doubt, -truth.shift), 0.0)
+                most = np.maximum(np.abs(off).max(axis=1, keepdims=True), 1e-300)
+                length = np.sqrt(np.sum((off / most) ** 2, axis=1)) * most[:, 0] * (1 - 2.0**-40)
+                bound = np.where(live, spread[:, p], np.inf)
+                missed = np.sqrt(np.sum(doubt**2, axis=1))
+                report.add(f"all rows of plane {p}", length, bound, missed, None, f"{where}, {kernels}")
 
 
 def check_ledger(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_STATES", "OPENINGS", "calibration_key", "collect_states", "text_states"]
+__all__ = ["DEFAULT_STATES", "LENGTH", "OPENINGS", "TEMPERATURES", "calibration_key", "collect_states", "text_states"]
 
 F32 = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -27,8 +27,8 @@ Progress = Callable[[int, int], None]
 DEFAULT_STATES = 12000
 _WINDOW = 256  # tokens of a text read at once
 _BATCH = 32  # sequences written at once
-_LENGTH = 64  # tokens written from one opening
-_TEMPERATURES = (0.8, 1.0)
+LENGTH = 64  # tokens written from one opening
+TEMPERATURES = (0.8, 1.0)
 
 #: What the model is given to go on from: prose, dialogue, questions, mathematics, code, other languages.
 # fmt: off
@@ -217,7 +217,7 @@ def _write(model: Any, tokenizer: Any, seed: int, tap: _Tap, count: int, report:
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     draw = _Draw(ends, generator, tap, report)
     while draw.count < count:
-        size = min(_BATCH, -(-(count - draw.count) // _LENGTH))
+        size = min(_BATCH, -(-(count - draw.count) // LENGTH))
         chosen = [next(prompts) for _ in range(size)]
         longest = max(len(prompt) for prompt, _ in chosen)
         ids = torch.zeros(size, longest, dtype=torch.long)
@@ -231,7 +231,7 @@ def _write(model: Any, tokenizer: Any, seed: int, tap: _Tap, count: int, report:
             attention_mask=mask.to(model.device),
             logits_processor=LogitsProcessorList([draw]),
             generation_config=GenerationConfig(
-                max_new_tokens=max(1, min(_LENGTH, _longest(model) - longest)),
+                max_new_tokens=max(1, min(LENGTH, _longest(model) - longest)),
                 do_sample=False,
                 eos_token_id=ends or None,
                 pad_token_id=ends[0] if ends else 0,
@@ -289,7 +289,7 @@ def _prompts(model: Any, tokenizer: Any, generator: torch.Generator) -> Iterator
         start = getattr(model.config.get_text_config(), "bos_token_id", None)
         before = [start] if isinstance(start, int) else []
         while True:
-            for temperature in _TEMPERATURES:
+            for temperature in TEMPERATURES:
                 yield [*before, int(torch.randint(size, (), generator=generator))], temperature
     encoded = [ids for ids in (_encode(tokenizer, opening) for opening in OPENINGS) if ids]
     if not encoded:
@@ -298,7 +298,7 @@ def _prompts(model: Any, tokenizer: Any, generator: torch.Generator) -> Iterator
     turn = 0
     while True:
         for i, at in enumerate(torch.randperm(len(encoded), generator=generator).tolist()):
-            yield encoded[at][-room:], _TEMPERATURES[(turn + i) % len(_TEMPERATURES)]
+            yield encoded[at][-room:], TEMPERATURES[(turn + i) % len(TEMPERATURES)]
         turn += 1
 
 
