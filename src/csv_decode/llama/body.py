@@ -152,9 +152,7 @@ class Body:
                     done += 1
         return out
 
-    def _decode(
-        self, inputs: F32, positions: list[int], sequences: list[int], part: range, wanted: list[int]
-    ) -> None:
+    def _decode(self, inputs: F32, positions: list[int], sequences: list[int], part: range, wanted: list[int]) -> None:
         batch, chosen = self._batch, set(wanted)
         batch.n_tokens = len(part)
         block = np.ascontiguousarray(inputs[part.start : part.stop], np.float32)

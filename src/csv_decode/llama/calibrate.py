@@ -31,8 +31,8 @@ def collect_states(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> F32:
-    """Hidden states (count, d): sequences from `OPENINGS`, half at temperature 0.8 and half at 1.0, drawn from the whole
-    distribution by dense products, so the weights are in memory as float32 while this runs."""
+    """Hidden states (count, d) of sequences from `OPENINGS`, half at temperature 0.8 and half at 1.0, drawn from the
+    whole distribution by dense products: the weights are in memory as float32 while this runs."""
     rng = np.random.default_rng(seed)
     weight = parts.spec.rows.float32()
     openings = [ids for ids in (vocabulary.encode(text) for text in OPENINGS) if ids]

@@ -124,9 +124,11 @@ def _derive(path: Path, kept: Path) -> dict[str, Any]:
 
     def place(name: str) -> dict[str, Any]:
         tensor = tensors[name]
-        shape = [int(n) for n in tensor.data.shape]
+        kind = tensor.tensor_type.name
+        # of plain numbers the tensor's shape, whose first is the width; of blocks the bytes of each row
+        shape = [int(n) for n in (tensor.shape[::-1] if kind in _DTYPES else tensor.data.shape)]
         return {
-            "kind": tensor.tensor_type.name,
+            "kind": kind,
             "offset": int(tensor.data_offset),
             "shape": shape if len(shape) == 2 else [1, *shape],
         }

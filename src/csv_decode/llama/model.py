@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..head import CertifiedHead
 from ..index import Index
 from ..kernels import thread_count
 from ..models import ModelError
+from ..noise import gumbel
 from ..spec import Array, flag, positive, whole
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
@@ -156,6 +157,7 @@ class LlamaModel:
         stream: int = 0,
         stop: Sequence[str] = (),
         speculate: bool = False,
+        bias: Mapping[int, float] | None = None,
         allowed: Callable[[list[int]], Array | None] | None = None,
     ) -> Generation:
         """Goes on from a text, or from token ids.
@@ -163,7 +165,8 @@ class LlamaModel:
         temperature: 0 is greedy search; above, tokens are drawn as `CertifiedHead.sample` says, with its top_k, top_p,
         min_p, seed and stream. stop: texts at which it ends; they are not part of the result. speculate: look up what
         followed the last tokens before and check several at once; the ids are the same as without, except where
-        llama.cpp rounds a batch differently. allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
+        llama.cpp rounds a batch differently. bias: added to the logits of some tokens, minus infinity bans one; finite
+        ones go with temperature alone. allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
         """
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
@@ -184,7 +187,7 @@ class LlamaModel:
             raise ValueError(f"stop is {stop!r}, expected texts that are not empty")
         seed = secrets.randbits(63) if seed is None else whole("seed", seed, 0, 2**64 - 1)
         speculate = flag("speculate", speculate) and allowed is None
-        choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream)
+        choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}))
         out = Generation(iter(()), len(ids), seed)
         out.steps = self._steps(out, ids, max_tokens, choice, stop, speculate, allowed)
         return out
@@ -242,9 +245,7 @@ class LlamaModel:
         new = every[same:]
         self._held = every[:same]
         wanted = list(range(len(new) - len(draft) - 1, len(new)))
-        states = self.body.evaluate(
-            embed(self.parts, new), list(range(same, len(every))), [0] * len(new), wanted
-        )
+        states = self.body.evaluate(embed(self.parts, new), list(range(same, len(every))), [0] * len(new), wanted)
         self._held = every
         return states
 
@@ -272,15 +273,63 @@ class _Choice:
         min_p: float,
         seed: int,
         stream: int,
+        bias: dict[int, float],
     ) -> None:
         self.head, self.temperature = head, temperature
         self.filters = (top_k, top_p, min_p)
         self.seed, self.stream = seed, whole("stream", stream, 0, 2**32 - 1)
+        rows = head.spec.n_rows
+        for token, value in bias.items():
+            whole("a token of bias", token, 0, rows - 1)
+            if not value < np.inf:
+                raise ValueError(f"bias of token {token} is {value}, expected a number or minus infinity")
+        self.bans = np.array([token for token, value in bias.items() if value == -np.inf], np.int64)
+        some = sorted((token, value) for token, value in bias.items() if value > -np.inf)
+        self.biased = np.array([token for token, _ in some], np.int64)
+        self.bias = np.array([value for _, value in some], np.float64)
+        if temperature and len(some) and self.filters != (0, 1.0, 0.0):
+            raise ValueError(
+                "bias goes with temperature alone, not with top_k, top_p or min_p; ban with minus infinity"
+            )
+        if len(self.bans) + len(some) >= rows:
+            raise ValueError("bias names every token; leave at least one out")
 
     def __call__(
         self, states: NDArray[np.float32], position: int, allowed: Array | None
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], Any]:
         """Ids (n,), logits and certificates for states at positions from this on."""
+        if len(self.bans) or len(self.biased):
+            allowed = self._without(allowed)
+        ids, logits, certificates = self._choose(states, position, allowed)
+        if len(self.biased):
+            ids, logits = self._with_biased(states, position, ids, logits)
+        return ids, logits, certificates
+
+    def _without(self, allowed: Array | None) -> NDArray[np.bool_]:
+        """The mask less the tokens whose logit is changed."""
+        rows = self.head.spec.n_rows
+        mask = np.ones(rows, bool) if allowed is None else np.array(allowed, bool)
+        mask[self.bans] = mask[self.biased] = False
+        return mask
+
+    def _with_biased(
+        self, states: NDArray[np.float32], position: int, ids: NDArray[np.int64], logits: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The tokens with a bias against the winners among all others: exact scores of both, in float64."""
+        out, values = ids.copy(), logits.copy()
+        for i, state in enumerate(states):
+            every = np.append(self.biased, ids[i])
+            value = np.append(np.asarray(self.head.scores(state, self.biased[None]).logits)[0] + self.bias, logits[i])
+            key = value
+            if self.temperature:
+                key = value + self.temperature * gumbel(self.seed, self.stream, position + i, every)
+            best = int(np.lexsort((every, -key))[0])
+            out[i], values[i] = every[best], value[best]
+        return out, values
+
+    def _choose(
+        self, states: NDArray[np.float32], position: int, allowed: Array | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Any]:
         if not self.temperature:
             top = self.head.top_k(states, 1, allowed=allowed)
             return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], top.certificates
@@ -307,9 +356,7 @@ class _Text:
         if met:
             shown, self._kept = self._kept[: min(met)], ""
             return shown, True
-        hold = max(
-            (n for text in self._stop for n in range(1, len(text)) if self._kept.endswith(text[:n])), default=0
-        )
+        hold = max((n for text in self._stop for n in range(1, len(text)) if self._kept.endswith(text[:n])), default=0)
         cut = len(self._kept) - hold
         shown, self._kept = self._kept[:cut], self._kept[cut:]
         return shown, False

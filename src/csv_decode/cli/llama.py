@@ -1,0 +1,107 @@
+"""`csv-decode generate` for .gguf files, run by llama.cpp."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .terminal import Bars, err, note, problem, show_facts, size, working
+
+__all__ = ["gguf_file", "write"]
+
+
+def gguf_file(model: str, engine: str) -> Path | None:
+    """The .gguf file to run by llama.cpp, or None where transformers is to run the model."""
+    if engine not in ("auto", "llama.cpp", "transformers"):
+        raise typer.BadParameter(f"--engine is {engine!r}, expected auto, llama.cpp or transformers")
+    is_file = model == "demo" or Path(model).suffix.lower() == ".gguf"
+    if engine == "transformers":
+        return None
+    if engine == "llama.cpp" and not is_file:
+        raise typer.BadParameter(f"llama.cpp runs .gguf files, and {model} is none; leave --engine out")
+    if engine == "auto" and (model == "demo" or not is_file or importlib.util.find_spec("llama_cpp") is None):
+        return None
+    if model == "demo":
+        from ..models import demo_file
+
+        return demo_file()
+    return Path(model)
+
+
+def write(
+    path: Path,
+    prompts: list[str],
+    tokens: int,
+    chat: bool,
+    sampling: dict[str, Any],
+    seed: int | None,
+    compare: bool,
+    index: Path | None,
+    threads: int | None,
+    verbose: bool,
+) -> None:
+    """Generates from each prompt, streams the text to stdout, and reports to stderr. With `compare`, stock llama.cpp
+    writes from the same prompts in turns."""
+    from ..index.storage import load_index
+    from ..llama import LlamaModel
+    from ..llama.stock import Stock
+
+    with working(f"loading {path.name}"), Bars() as bars:
+        model = LlamaModel(path, threads=threads, progress=bars, verbose=verbose)
+    if index is not None:
+        model.head = type(model.head)(load_index(index, model.parts.spec), model.parts.spec, threads=threads)
+    stock = Stock(path, model.context, model.threads) if compare else None
+    ids = [
+        model.chat([{"role": "user", "content": text}]) if chat else model.vocabulary.encode(text) for text in prompts
+    ]
+    mine = theirs = 0.0
+    count, certified, differ = 0, 0, 0
+    for i, (text, prompt) in enumerate(zip(prompts, ids, strict=True)):
+        if i:
+            sys.stdout.write("\n")
+        if not chat:
+            sys.stdout.write(text)
+        started = time.perf_counter()
+        run = model.generate(prompt, tokens, seed=seed, **sampling)
+        for step in run:
+            certified += step.certificate.certified
+            sys.stdout.write(step.text)
+            sys.stdout.flush()
+        mine += time.perf_counter() - started
+        count += len(run.ids)
+        sys.stdout.write("\n")
+        if stock is not None:
+            started = time.perf_counter()
+            other = list(stock.write(prompt, tokens))
+            theirs += time.perf_counter() - started
+            if other != run.ids and not sampling:
+                differ += 1
+                at = next((t for t, (a, b) in enumerate(zip(run.ids, other, strict=False)) if a != b), len(other))
+                note(
+                    f"prompt {i + 1}: stock llama.cpp goes another way from new token {at + 1} on. It rounds the state "
+                    "to 8 bits before its output layer; ours is the exact one of the state."
+                )
+    total = model.head.statistics
+    facts = [
+        ("tokens", f"{count} in {mine:.1f} s, {count / mine:.1f} tokens/s, prompts included"),
+        ("certified", f"{certified} of {count} steps"),
+        (
+            "bytes read",
+            f"{size(total.bytes_read / max(total.states, 1))} a step, {total.bytes_ratio:.1%} of a bfloat16 head",
+        ),
+    ]
+    if stock is not None:
+        facts.append(("stock speed", f"{count / theirs:.1f} tokens/s, so this is {theirs / mine:.2f} times that"))
+        if not differ and not sampling:
+            facts.append(("stock tokens", "the same"))
+    note("")
+    show_facts(facts, err)
+    model.close()
+    if certified < count:
+        problem("some steps were not certified")
+        raise typer.Exit(1)
