@@ -1,4 +1,4 @@
-"""The command line: `csv-decode build | generate | verify | bench | advise | perplexity | cache | info`.
+"""The command line: `csv-decode build | generate | serve | verify | bench | advise | perplexity | cache | info`.
 
 Commands are thin. Results go to stdout, progress and notes to stderr. Exit status: 0; 1 for an error or a check that
 fails; 2 for wrong usage; 130 when interrupted; 141 when whoever read the output has gone (`| head`). Heavy imports wait
@@ -21,6 +21,7 @@ from .build import build
 from .generate import generate
 from .manage import cache, info
 from .perplexity import perplexity
+from .serve import serve
 from .terminal import note, problem, speak
 from .verify import verify
 
@@ -99,7 +100,7 @@ def _main(
     speak(bool(os.environ.get("CSV_DECODE_DEBUG")))
 
 
-for _command in (build, generate, verify, bench, advise, perplexity, cache, info):
+for _command in (build, generate, serve, verify, bench, advise, perplexity, cache, info):
     app.command()(_command)
 
 

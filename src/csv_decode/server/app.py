@@ -205,6 +205,8 @@ def create_app(model: LlamaModel, name: str, api_key: str | None = None, limits:
     ) -> tuple[Callable[[], Iterator[Any]], int]:
         """What the worker runs for a request, and how many tokens its prompts have."""
         check(wanted, wanted.n * len(prompts))
+        if not prompts:
+            raise _RequestError(400, "there is no prompt", "invalid_value", "prompt")
         for prompt in prompts:
             if not prompt:
                 raise _RequestError(400, "the prompt has no token", "invalid_value", "prompt")

@@ -49,9 +49,8 @@ class CompletionRequest(Sampling):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[int(x) for x in self.prompt]]  # type: ignore[arg-type]
-        return list(self.prompt)
+        alone = [part for part in self.prompt if isinstance(part, int)]
+        return [alone] if alone else [part for part in self.prompt if not isinstance(part, int)]
 
 
 class Message(BaseModel):

@@ -54,7 +54,7 @@ class Worker:
         self._thread.join()
 
     async def stream(self, work: Callable[[], Iterator[Any]]) -> AsyncIterator[Any]:
-        """What `work` yields, once it is its turn; leaving early cancels it. Raises BusyError, or what the work does."""
+        """What `work` yields, once it is its turn. Leaving early cancels it. Raises BusyError, or as the work does."""
         job = _Job(work, asyncio.get_running_loop())
         try:
             self._jobs.put_nowait(job)
