@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -302,3 +304,47 @@ def test_the_page_and_its_steps(server: Server, model: LlamaModel) -> None:
         assert step["top"][0]["id"] == step["id"]
         assert step["margin"] == pytest.approx(step["top"][0]["logit"] - step["top"][1]["logit"])
         assert 0 < step["rows_scored"] <= step["rows"] == 600
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(server: Server, model: LlamaModel, tmp_path: Path) -> None:
+    """Chromium writes a text, shows its proofs, and says what is wrong with a wrong key."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    binary, driver_path = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver_path is None:
+        pytest.skip("chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-background-networking", "disable-component-update"):
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
+    try:
+        browser.get(server.url + "/")
+        wait = WebDriverWait(browser, 60)
+        find = browser.find_element
+        find(By.ID, "prompt").clear()
+        find(By.ID, "prompt").send_keys("the of")
+        find(By.ID, "tokens").clear()
+        find(By.ID, "tokens").send_keys("6")
+        find(By.ID, "go").click()
+        wait.until(lambda _: find(By.ID, "problem").text)
+        assert "API key" in find(By.ID, "problem").text
+        find(By.ID, "key").send_keys(KEY)
+        find(By.ID, "go").click()
+        wait.until(lambda _: find(By.ID, "count").text == "6")
+        run = model.generate("the of", 6).run()
+        assert find(By.ID, "text").get_attribute("textContent") == "the of" + run.text
+        assert find(By.ID, "certified").text == "6"
+        rows = browser.find_elements(By.CSS_SELECTOR, "#steps tr")
+        assert [row.find_elements(By.TAG_NAME, "td")[1].text for row in rows] == ["proved"] * 6
+        assert not find(By.ID, "problem").text
+        browser.save_screenshot(str(tmp_path / "page.png"))
+        errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        assert all("401" in entry["message"] or "favicon" in entry["message"] for entry in errors), errors
+    finally:
+        browser.quit()
