@@ -96,6 +96,7 @@ def test_sampling_is_keyed_and_repeats(model: LlamaModel) -> None:
     assert ids() != ids(stream=1)
     assert ids(temperature=1e-3, top_p=0.5) == ids(temperature=0)
     assert ids(speculate=True) == ids()
+    assert ids(temperature=3.0, top_p=0.6, order="llama.cpp") != ids(temperature=3.0, top_p=0.6)
     fresh = model.generate("the of", 3, temperature=1.0)
     assert fresh.run().ids == model.generate("the of", 3, temperature=1.0, seed=fresh.seed).run().ids
 
@@ -173,6 +174,32 @@ def test_chat_uses_the_template_of_the_file(model: LlamaModel, tmp_path: Path) -
     bare = Vocabulary(tiny_gguf.write(tmp_path / "bare.gguf", rows=400))
     assert bare.chat_template() is None
     bare.close()
+
+
+def test_the_command_line_runs_gguf_files_by_llama_cpp(tmp_path: Path, capsys: Any) -> None:
+    from typer.testing import CliRunner
+
+    from csv_decode.cli import app
+
+    path = str(tiny_gguf.write(tmp_path / "tiny.gguf", template=TEMPLATE))
+    index = tmp_path / "index"
+    LlamaModel(path, threads=1, calibration_states=200).close()
+    common = ["generate", path, "-p", "the of", "-n", "9", "--threads", "1"]
+
+    def run(*more: str, status: int = 0) -> Any:
+        result = CliRunner().invoke(app, [*common, *more])
+        assert result.exit_code == status, result.output
+        return result
+
+    plain = run("--compare")
+    assert plain.stdout.startswith("the of")
+    assert "9 of 9 steps" in plain.stderr
+    assert "stock tokens" in plain.stderr
+    assert run("--sample", "--seed", "3").stdout == run("--sample", "--seed", "3").stdout
+    assert run("--chat").stdout != plain.stdout
+    assert "--engine is 'x'" in run("--engine", "x", status=2).stderr
+    assert "--engine" in run("--dense", status=2).stderr
+    assert not index.exists()
 
 
 def test_masks_are_obeyed(model: LlamaModel) -> None:

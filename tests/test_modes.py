@@ -164,6 +164,12 @@ def test_filters_leave_the_set_that_transformers_leaves(settings_: tuple[int, fl
             race = logits[b, keep] + t * noise.gumbel(3, b, 1, keep)
             assert draw.ids[b] == keep[race.argmax()], (b, t)
         cd.verify(draw, states, weight)
+        last = head.sample(states, t, top_k, top_p, min_p, seed=3, position=1, filter_temperature=1.0)
+        for b in range(len(states)):
+            keep = dense_set(logits[b], top_k, top_p, min_p, 1.0)
+            race = logits[b, keep] + t * noise.gumbel(3, b, 1, keep)
+            assert last.ids[b] == keep[race.argmax()], (b, t)
+        cd.verify(last, states, weight)
 
 
 def test_every_state_has_its_own_parameters() -> None:

@@ -133,6 +133,7 @@ class Draw:
     ids: I64
     logits: F64
     temperature: F64
+    filter_temperature: F64
     top_k: I64
     top_p: F64
     min_p: F64

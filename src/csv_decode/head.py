@@ -339,6 +339,7 @@ class CertifiedHead:
         position: Any = 0,
         stream: Any = 0,
         allowed: Array | None = None,
+        filter_temperature: Any = None,
     ) -> Draw:
         """One draw for each state from the softmax over the whole vocabulary, exactly.
 
@@ -358,6 +359,8 @@ class CertifiedHead:
                 would be the same.
             stream: 0 to 2^32 - 1, for independent draws at one position. A number s gives state b stream s + b.
             allowed: as for `top_k`.
+            filter_temperature: of the probabilities that top-p and min-p look at; None: temperature, as transformers
+                has it. 1 is the order of llama.cpp, where the temperature comes last.
 
         All parameters but `hidden` and `allowed` are numbers for the batch, or arrays (B,).
         Raises ValueError as `top_k` does and for parameters out of range.
@@ -369,6 +372,8 @@ class CertifiedHead:
         n = len(scan)
         low = np.finfo(np.float32).smallest_normal
         t = column("temperature", temperature, n, np.float64, float(low), 1e30)
+        filters = t if filter_temperature is None else filter_temperature
+        filters = column("filter_temperature", filters, n, np.float64, float(low), 1e30)
         ks = np.minimum(column("top_k", top_k, n, np.int64, 0, 2**62), self.spec.n_rows)
         tops = column("top_p", top_p, n, np.float64, 1e-12, 1.0)
         mins = column("min_p", min_p, n, np.float64, 0.0, 1.0)
@@ -381,10 +386,13 @@ class CertifiedHead:
             streams = streams + np.arange(n)
             if streams[-1] >= 2**32:
                 raise ValueError(f"stream is {stream!r}, and state b takes stream + b, which must stay below 2^32")
-        if not (t / self.spec.scale < 1e31).all():
-            raise ValueError(f"temperature over scale is {(t / self.spec.scale).max():g}, expected less than 1e31")
+        hottest = float(np.maximum(t, filters).max()) / self.spec.scale
+        if not hottest < 1e31:
+            raise ValueError(f"temperature over scale is {hottest:g}, expected less than 1e31")
         noise = [
-            modes.Noise(float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]))
+            modes.Noise(
+                float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]), float(filters[b])
+            )
             for b in range(n)
         ]
         at, threshold, left = modes.draw(scan, noise, ks, tops, mins, modes.min_p_logs(mins))
@@ -393,7 +401,18 @@ class CertifiedHead:
         certificates = scan.certificates("sample", threshold, left, (threshold > left) | (left == -np.inf), self)
         self._note(certificates, time.perf_counter() - started)
         return Draw(
-            ids, self.spec.finish(value), t, ks, tops, mins, seeds, streams, positions, certificates, scan.allowed
+            ids,
+            self.spec.finish(value),
+            t,
+            filters,
+            ks,
+            tops,
+            mins,
+            seeds,
+            streams,
+            positions,
+            certificates,
+            scan.allowed,
         )
 
     def _partition(

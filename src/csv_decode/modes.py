@@ -33,11 +33,20 @@ _RATE = 1 / math.log(2)
 
 
 class Noise:
-    """The race of one state: ``scale * s + temperature * g``."""
+    """The race of one state: ``scale * s + temperature * g``. filter_t: of top-p and min-p, in units of scores."""
 
-    def __init__(self, temperature: float, scale: float, seed: int, stream: int, position: int) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        scale: float,
+        seed: int,
+        stream: int,
+        position: int,
+        filter_temperature: float | None = None,
+    ) -> None:
         self.temperature, self.scale = temperature, scale
         self.t = temperature / scale
+        self.filter_t = self.t if filter_temperature is None else filter_temperature / scale
         self.seed, self.stream, self.position = seed, stream, position
 
     def gumbel(self, ids: I64) -> F64:
@@ -419,13 +428,13 @@ def is_member(
 ) -> bool:
     """Whether a scored token is in the set that top-p and then min-p leave of all rows."""
     return (min_p <= 0 or _reaches(scan, b, noise, token, log_min_p)) and (
-        top_p >= 1 or _nucleus(scan, b, noise.t, token, top_p)
+        top_p >= 1 or _nucleus(scan, b, noise.filter_t, token, top_p)
     )
 
 
 def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> bool:
     """min-p: is ``(s_max - s) / t``, rounded to float64, at most -log(min_p)?"""
-    margin = -log_min_p * noise.t
+    margin = -log_min_p * noise.filter_t
     ids, value, error = scan.scored(b)
     at = int(np.nonzero(ids == token)[0][0])
     slack = RELATIVE * (abs(value[at]) + margin)
@@ -441,7 +450,9 @@ def _reaches(scan: Scan, b: int, noise: Noise, token: int, log_min_p: float) -> 
     if not doubtful.any():
         return True
     doubtful[at] = True
-    gap = gaps(scan.spec.rows.float32(ids[doubtful]), scan.h[b], _some(scan.spec.bias32, ids[doubtful]), noise.t)[0]
+    gap = gaps(
+        scan.spec.rows.float32(ids[doubtful]), scan.h[b], _some(scan.spec.bias32, ids[doubtful]), noise.filter_t
+    )[0]
     return bool(gap[ids[doubtful] == token][0] <= -log_min_p)
 
 
@@ -492,14 +503,14 @@ def _draw_among(scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: f
     if top_p < 1 or min_p > 0:
         size = np.abs(value[at])
         with np.errstate(over="ignore", invalid="ignore"):
-            doubt = (error[at] + error[at[0]] + RELATIVE * (size + size[0])) / noise.t
-            gap = (value[at[0]] - value[at]) / noise.t
+            doubt = (error[at] + error[at[0]] + RELATIVE * (size + size[0])) / noise.filter_t
+            gap = (value[at[0]] - value[at]) / noise.filter_t
             unsure = (doubt > _COARSE) | (np.abs(gap + log_min_p) <= doubt)
             unsure &= ~(gap - doubt >= max(750.0, -log_min_p))
         if unsure.any():
             unsure[0] = True  # the largest
             some = ids[at[unsure]]
-            gap[unsure] = gaps(spec.rows.float32(some), scan.h[b], _some(spec.bias32, some), noise.t)[0]
+            gap[unsure] = gaps(spec.rows.float32(some), scan.h[b], _some(spec.bias32, some), noise.filter_t)[0]
         if top_p < 1:
             weights = np.exp(-gap)
             keep &= np.concatenate([[0.0], np.cumsum(weights)[:-1]]) < top_p * weights.sum()

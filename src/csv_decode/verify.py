@@ -254,7 +254,8 @@ def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
             count += 1
         keep, starts = keep[:count], np.append(starts[starts < count], count)
     unsure = np.zeros(len(keep), bool)  # closer to an edge than float64 can tell: ours to define
-    gap, doubt, _ = rows.gaps(t / rows.spec.scale)
+    filter_t = float(draw.filter_temperature[b]) / rows.spec.scale
+    gap, doubt, _ = rows.gaps(filter_t)
     if draw.top_p[b] < 1:
         sums = np.concatenate([[0.0], np.cumsum(np.exp(-gap[keep]))])
         settle(int(np.clip(np.searchsorted(sums, draw.top_p[b] * sums[-1]) - 1, 0, len(keep) - 1)))
@@ -264,7 +265,7 @@ def _verify_draw(draw: Draw, b: int, rows: _Rows) -> float:
         keep, unsure = keep[inside], unsure[inside]
     if draw.min_p[b] > 0:
         edge = -math.log(draw.min_p[b])
-        gap, doubt, _ = rows.gaps(t / rows.spec.scale, 1.01 * edge + 1)
+        gap, doubt, _ = rows.gaps(filter_t, 1.01 * edge + 1)
         unsure |= np.abs(gap[keep] - edge) <= doubt[keep] + 1e-11 * (1 + edge)
         inside = (gap[keep] <= edge) | unsure
         keep, unsure = keep[inside], unsure[inside]

@@ -20,7 +20,7 @@ from ..index import Index
 from ..kernels import thread_count
 from ..models import ModelError
 from ..noise import gumbel
-from ..spec import Array, flag, positive, whole
+from ..spec import Array, flag, one_of, positive, whole
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
 from .files import open_gguf
@@ -155,6 +155,7 @@ class LlamaModel:
         min_p: float = 0.0,
         seed: int | None = None,
         stream: int = 0,
+        order: str = "transformers",
         stop: Sequence[str] = (),
         speculate: bool = False,
         bias: Mapping[int, float] | None = None,
@@ -163,10 +164,11 @@ class LlamaModel:
         """Goes on from a text, or from token ids.
 
         temperature: 0 is greedy search; above, tokens are drawn as `CertifiedHead.sample` says, with its top_k, top_p,
-        min_p, seed and stream. stop: texts at which it ends; they are not part of the result. speculate: look up what
-        followed the last tokens before and check several at once; the ids are the same as without, except where
-        llama.cpp rounds a batch differently. bias: added to the logits of some tokens, minus infinity bans one; finite
-        ones go with temperature alone. allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
+        min_p, seed and stream. order: "llama.cpp" takes the temperature last, behind top-k, top-p and min-p. stop:
+        texts at which it ends; they are not part of the result. speculate: look up what followed the last tokens before
+        and check several at once; the ids are the same as without, except where llama.cpp rounds a batch differently.
+        bias: added to the logits of some tokens, minus infinity bans one; finite ones go with temperature alone.
+        allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
         """
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
@@ -188,6 +190,9 @@ class LlamaModel:
         seed = secrets.randbits(63) if seed is None else whole("seed", seed, 0, 2**64 - 1)
         speculate = flag("speculate", speculate) and allowed is None
         choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}))
+        choice.filter_temperature = (
+            1.0 if one_of("order", order, ("transformers", "llama.cpp")) == "llama.cpp" else None
+        )
         out = Generation(iter(()), len(ids), seed)
         out.steps = self._steps(out, ids, max_tokens, choice, stop, speculate, allowed)
         return out
@@ -277,6 +282,7 @@ class _Choice:
     ) -> None:
         self.head, self.temperature = head, temperature
         self.filters = (top_k, top_p, min_p)
+        self.filter_temperature: float | None = None
         self.seed, self.stream = seed, whole("stream", stream, 0, 2**32 - 1)
         rows = head.spec.n_rows
         for token, value in bias.items():
@@ -336,7 +342,14 @@ class _Choice:
         positions = np.arange(position, position + len(states))
         streams = np.full(len(states), self.stream)
         draw = self.head.sample(
-            states, self.temperature, *self.filters, seed=self.seed, position=positions, stream=streams, allowed=allowed
+            states,
+            self.temperature,
+            *self.filters,
+            seed=self.seed,
+            position=positions,
+            stream=streams,
+            allowed=allowed,
+            filter_temperature=self.filter_temperature,
         )
         return draw.ids, draw.logits, draw.certificates
 
