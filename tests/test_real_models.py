@@ -45,7 +45,7 @@ class Real:
         loaded = load_model(name)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.spec = head_spec(self.model)
-        self.index = cd.build_index(self.spec, collect_states(self.model, self.tokenizer, count=3000), seed=0)
+        self.index = cd.build_index(self.spec, collect_states(self.model, self.tokenizer, count=2000), seed=0)
         self.stock: list[list[int]] = []
         states: list[np.ndarray] = []
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
@@ -54,7 +54,7 @@ class Real:
         with torch.no_grad():
             for prompt in PROMPTS:
                 inputs = self.tokenizer(prompt, return_tensors="pt")
-                out = self.model.generate(**inputs, do_sample=False, max_new_tokens=24)
+                out = self.model.generate(**inputs, do_sample=False, max_new_tokens=16)
                 self.stock.append(out[0].tolist())
         hook.remove()
         self.states = np.concatenate(states)
@@ -116,7 +116,7 @@ def test_generate_writes_what_stock_transformers_writes(real: Real) -> None:
         with torch.no_grad():
             for prompt, want in zip(PROMPTS, real.stock, strict=True):
                 inputs = real.tokenizer(prompt, return_tensors="pt")
-                out = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+                out = model.generate(**inputs, do_sample=False, max_new_tokens=16)
                 assert out[0].tolist() == want
         assert model.csv_decode.certified_steps > 0
         assert model.csv_decode.dense_steps == {}
