@@ -18,7 +18,7 @@ test: $(VENV)/test.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 ifdef SLOW
-	.ci/sanitize $(BIN)/python & sanitize=$$!; $(PYTEST) || { kill $$sanitize; exit 1; }; wait $$sanitize
+	.ci/sanitize $(BIN)/python & sanitize=$$!; $(PYTEST) tests/test_real_models.py tests || { kill $$sanitize; exit 1; }; wait $$sanitize
 else
 	$(PYTEST) -m "not slow"
 endif

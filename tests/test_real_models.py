@@ -45,7 +45,7 @@ class Real:
         loaded = load_model(name)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.spec = head_spec(self.model)
-        self.index = cd.build_index(self.spec, collect_states(self.model, self.tokenizer, count=2000), seed=0)
+        self.index = cd.build_index(self.spec, collect_states(self.model, self.tokenizer, count=1500), seed=0)
         self.stock: list[list[int]] = []
         states: list[np.ndarray] = []
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
