@@ -128,6 +128,11 @@ def test_a_full_context_goes_on_without_its_older_half(tmp_path: Path) -> None:
         steps = list(run)
         assert len(run.ids) == 80 or run.finish == "stop"
         assert [s.token for s in steps] == exact(model, [s.state for s in steps])
+        drawn = list(model.generate("the of and", 60, temperature=1.0, seed=8))
+        first = len(model.vocabulary.encode("the of and"))
+        for i, step in enumerate(drawn):  # no position's noise is used twice
+            again = model.head.sample(step.state, 1.0, seed=8, position=first + i, stream=[0])
+            assert again.ids[0] == step.token
         with pytest.raises(ValueError, match="the context 32 positions"):
             model.generate([5] * 32)
 
@@ -199,7 +204,9 @@ def test_the_command_line_runs_gguf_files_by_llama_cpp(tmp_path: Path, capsys: A
     assert run("--chat").stdout != plain.stdout
     assert "--engine is 'x'" in run("--engine", "x", status=2).stderr
     assert "--engine" in run("--dense", status=2).stderr
-    assert not index.exists()
+    next((tmp_path / "cache" / "indexes").iterdir()).rename(index)
+    assert run("--index", str(index)).stdout == plain.stdout
+    assert not list((tmp_path / "cache" / "indexes").iterdir())  # none was built beside the one given
 
 
 def test_masks_are_obeyed(model: LlamaModel) -> None:

@@ -52,11 +52,15 @@ class Moment:
         return self.matrix.astype(np.float32)
 
     @cached_property
+    def _most(self) -> float:
+        """The largest row sum of |C|."""
+        return float(np.abs(self._wide).sum(axis=1, dtype=np.float64).max(initial=0.0))
+
+    @cached_property
     def norm(self) -> float:
         """At least the square root of the largest eigenvalue: a row sum of |C| bounds that of C."""
         unit, diagonal = (float(x) for x in self.scale)
-        most = float(np.abs(self._wide).sum(axis=1, dtype=np.float64).max(initial=0.0))
-        return float(self.size.max(initial=0.0)) * float(np.sqrt(unit * most + diagonal)) * (1 + 2.0**-30)
+        return float(self.size.max(initial=0.0)) * float(np.sqrt(unit * self._most + diagonal)) * (1 + 2.0**-30)
 
     def length(self, white: F64) -> F64:
         """(B,) upper bounds of ``sqrt(H^T G H)`` for states H (B, D).
@@ -69,7 +73,6 @@ class Moment:
         power = np.sum(scaled**2, axis=1)
         top = np.sqrt(power)
         narrow = (scaled / np.where(top > 0, top, 1.0)[:, None]).astype(np.float32)
-        most = float(np.abs(self._wide).sum(axis=1, dtype=np.float64).max(initial=0.0))
         inner = np.einsum("bi,bi->b", narrow.astype(np.float64), (narrow @ self._wide).astype(np.float64))
-        slack = (len(self.size) + 8) * 2.0**-23 * most
+        slack = (len(self.size) + 8) * 2.0**-23 * self._most
         return np.asarray(top * np.sqrt(np.maximum(unit * (inner + slack), 0.0) + diagonal) * (1 + 2.0**-20))

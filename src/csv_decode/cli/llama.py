@@ -52,10 +52,10 @@ def write(
     from ..llama.stock import Stock
 
     with working(f"loading {path.name}"), Bars() as bars:
-        model = LlamaModel(path, threads=threads, progress=bars, verbose=verbose)
-    if index is not None:
-        model.head = type(model.head)(load_index(index, model.parts.spec), model.parts.spec, threads=threads)
-    stock = Stock(path, model.context, model.threads) if compare else None
+        given = None if index is None else load_index(index)
+        model = LlamaModel(path, given, threads=threads, progress=bars, verbose=verbose)
+    warm = (sampling.get("temperature", 0.0), sampling.get("top_p", 1.0))
+    stock = Stock(path, model.context, model.threads, *warm) if compare else None
     ids = [
         model.chat([{"role": "user", "content": text}]) if chat else model.vocabulary.encode(text) for text in prompts
     ]
@@ -84,7 +84,7 @@ def write(
                 at = next((t for t, (a, b) in enumerate(zip(run.ids, other, strict=False)) if a != b), len(other))
                 note(
                     f"prompt {i + 1}: stock llama.cpp goes another way from new token {at + 1} on. It rounds the state "
-                    "to 8 bits before its output layer; ours is the exact one of the state."
+                    "in front of a quantised output layer; ours is the exact one of the state."
                 )
     total = model.head.statistics
     facts = [

@@ -172,10 +172,6 @@ class Body:
         """Forgets positions from start on, up to stop (-1: all) of a sequence."""
         self._lib.llama_memory_seq_rm(self._memory, sequence, start, stop)
 
-    def copy(self, source: int, target: int) -> None:
-        """Lets a sequence go on from where another is."""
-        self._lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-
     def shift(self, sequence: int, start: int, by: int) -> None:
         """Moves the positions from start on."""
         self._lib.llama_memory_seq_add(self._memory, sequence, start, -1, by)

@@ -189,10 +189,8 @@ class LlamaModel:
             raise ValueError(f"stop is {stop!r}, expected texts that are not empty")
         seed = secrets.randbits(63) if seed is None else whole("seed", seed, 0, 2**64 - 1)
         speculate = flag("speculate", speculate) and allowed is None
-        choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}))
-        choice.filter_temperature = (
-            1.0 if one_of("order", order, ("transformers", "llama.cpp")) == "llama.cpp" else None
-        )
+        last = one_of("order", order, ("transformers", "llama.cpp")) == "llama.cpp"
+        choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}), last)
         out = Generation(iter(()), len(ids), seed)
         out.steps = self._steps(out, ids, max_tokens, choice, stop, speculate, allowed)
         return out
@@ -212,7 +210,8 @@ class LlamaModel:
         while out.finish is None:
             states = self._evaluate(tokens, draft)
             mask = None if allowed is None else allowed(tokens)
-            found, logits, certificates = choice(states, len(tokens), mask)
+            # not len(tokens): a shifted context must not see the same noise twice
+            found, logits, certificates = choice(states, out.prompt_tokens + len(out.ids), mask)
             for i, token in enumerate(found.tolist()):
                 tokens.append(token)
                 out.ids.append(token)
@@ -279,10 +278,11 @@ class _Choice:
         seed: int,
         stream: int,
         bias: dict[int, float],
+        temperature_last: bool,
     ) -> None:
         self.head, self.temperature = head, temperature
         self.filters = (top_k, top_p, min_p)
-        self.filter_temperature: float | None = None
+        self.filter_temperature = 1.0 if temperature_last else None
         self.seed, self.stream = seed, whole("stream", stream, 0, 2**32 - 1)
         rows = head.spec.n_rows
         for token, value in bias.items():

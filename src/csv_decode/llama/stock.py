@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..models import ModelError
 from .body import llama_library
@@ -35,7 +31,6 @@ class Stock:
         self._context = lib.llama_init_from_model(self._model, params)
         self._memory = lib.llama_get_memory(self._context)
         self._vocab = lib.llama_model_get_vocab(self._model)
-        self._rows = int(lib.llama_vocab_n_tokens(self._vocab))
         self.temperature, self.top_p = temperature, top_p
 
     def close(self) -> None:
@@ -74,8 +69,3 @@ class Stock:
             status = self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(buffer, len(part)))
             if status:
                 raise RuntimeError(f"llama.cpp failed on {len(part)} tokens (status {status})")
-
-    def logits(self) -> NDArray[np.float32]:
-        """Of the last token decoded, (V,)."""
-        found = self._lib.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (self._rows,)).copy()

@@ -328,10 +328,12 @@ def create_app(model: LlamaModel, name: str, api_key: str | None = None, limits:
         sampling = Sampling(temperature=wanted.temperature, seed=wanted.seed)
         work, _ = prepare(sampling, [model.vocabulary.encode(wanted.prompt)], wanted.max_tokens, None)
 
+        def shown() -> Iterator[dict[str, Any]]:  # in the worker: it asks the head once more
+            return (_shown(model, step) for _, step, _ in work() if isinstance(step, Step))
+
         async def lines() -> AsyncIterator[str]:
-            async for _, step, _ in watched(request, work):
-                if isinstance(step, Step):
-                    yield json.dumps(_shown(model, step)) + "\n"
+            async for step in watched(request, shown):
+                yield json.dumps(step) + "\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
