@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "pool.hpp"
 
@@ -78,6 +79,10 @@ void top_values(const Kernels& kernels, const float* values, int64_t first, int6
   out->insert(out->end(), heap.begin(), heap.end());
 }
 
+double Scored::slack(size_t i) const {
+  return noise.empty() ? error[i] : error[i] + kRelative * (std::fabs(value[i]) + std::fabs(noise[i]));
+}
+
 void sort_if_clear(StepResult* step, int64_t k) {
   Scored& s = step->scored;
   step->rows_scored = static_cast<int64_t>(s.ids.size());
@@ -85,21 +90,21 @@ void sort_if_clear(StepResult* step, int64_t k) {
   if (step->rows_scored < k) return;
   std::vector<size_t> at;
   for (size_t i = 0; i < s.ids.size(); ++i)
-    if (!(s.value[i] + s.error[i] < step->threshold)) at.push_back(i);
+    if (!(s.upper(i) < step->threshold)) at.push_back(i);
   std::sort(at.begin(), at.end(), [&](size_t a, size_t b) {
-    return s.value[a] > s.value[b] || (s.value[a] == s.value[b] && s.ids[a] < s.ids[b]);
+    return s.key(a) > s.key(b) || (s.key(a) == s.key(b) && s.ids[a] < s.ids[b]);
   });
   double next = -kInfinity;  // the largest upper end behind
   for (size_t i = at.size(); i-- > 0;) {
-    double low = s.value[at[i]] - s.error[at[i]];
-    if (static_cast<int64_t>(i) < k && !(low > next)) return;
-    next = std::max(next, s.value[at[i]] + s.error[at[i]]);
+    if (static_cast<int64_t>(i) < k && !(s.lower(at[i]) > next)) return;
+    next = std::max(next, s.upper(at[i]));
   }
   Scored best;
   for (int64_t i = 0; i < k; ++i) {
-    best.ids.push_back(s.ids[at[static_cast<size_t>(i)]]);
-    best.value.push_back(s.value[at[static_cast<size_t>(i)]]);
-    best.error.push_back(s.error[at[static_cast<size_t>(i)]]);
+    const size_t from = at[static_cast<size_t>(i)];
+    best.ids.push_back(s.ids[from]);
+    best.value.push_back(s.value[from]);
+    best.error.push_back(s.error[from]);
   }
   s = std::move(best);
   step->clear = true;
@@ -222,8 +227,8 @@ std::vector<Prepared> Cascade::prepare(const Kernels& kernels, int threads, cons
   return out;
 }
 
-void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
-                    StepResult* out) const {
+void Cascade::score(const Kernels& kernels, int threads, const double* h, const Race* race, int64_t k,
+                    std::vector<int64_t> ids, StepResult* out) const {
   const CascadeSpec& s = spec_;
   Scored& scored = out->scored;
   if (!scored.ids.empty()) {
@@ -240,82 +245,121 @@ void Cascade::score(const Kernels& kernels, int threads, const double* h, int64_
     scored.value.resize(scored.ids.size());
     scored.error.resize(scored.ids.size());
     score_rows(s, kernels, threads, h, ids.data(), n, scored.value.data() + before, scored.error.data() + before);
+    if (race)
+      for (int64_t id : ids) scored.noise.push_back(race->temperature * gumbel(race->key, id));
   }
   if (static_cast<int64_t>(scored.ids.size()) >= k) {
     std::vector<double> lower(scored.ids.size());
-    for (size_t i = 0; i < lower.size(); ++i) lower[i] = scored.value[i] - scored.error[i];
+    for (size_t i = 0; i < lower.size(); ++i) lower[i] = scored.lower(i);
     auto at = lower.begin() + (k - 1);
     std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
     out->threshold = *at;
   }
 }
 
-// Rows that are still in the race, in rising order, with their bounds, and the largest upper bound of those that are not.
-struct Cascade::Race {
+// What plane 0 says of all rows; extra: bounds of the noise of a race, or null.
+struct Cascade::Columns {
+  const float *centre, *upper, *extra;
+
+  // `values` of rows [first, last), with their noise; value 0 is of row first.
+  const float* keys(const Kernels& kernels, const float* values, int64_t first, int64_t last,
+                    std::vector<float>* buffer) const {
+    if (!extra) return values + first;
+    buffer->resize(static_cast<size_t>(last - first));
+    kernels.add(values + first, extra + first, last - first, buffer->data());
+    return buffer->data();
+  }
+};
+
+// Rows that are still in the race, in rising order, with their bounds, and the largest key of those that are not.
+struct Cascade::Left {
   std::vector<int64_t> rows;
-  std::vector<float> centre, upper;
+  std::vector<float> centre, upper, extra;
   float dropped = -std::numeric_limits<float>::infinity();
 
-  // Drops the rows whose upper bound is not above bar.
+  const std::vector<float>& keys(const Kernels& kernels, const std::vector<float>& values,
+                                 std::vector<float>* buffer) const {
+    if (extra.empty()) return values;
+    buffer->resize(values.size());
+    kernels.add(values.data(), extra.data(), static_cast<int64_t>(values.size()), buffer->data());
+    return *buffer;
+  }
+
+  // Drops the rows whose key is not above bar.
   void select(const Kernels& kernels, float bar) {
+    std::vector<float> buffer;
     std::vector<int64_t> keep(rows.size());
-    keep.resize(static_cast<size_t>(
-        kernels.select(upper.data(), 0, static_cast<int64_t>(rows.size()), bar, keep.data(), &dropped)));
+    keep.resize(static_cast<size_t>(kernels.select(keys(kernels, upper, &buffer).data(), 0,
+                                                   static_cast<int64_t>(rows.size()), bar, keep.data(), &dropped)));
     for (size_t j = 0; j < keep.size(); ++j) {
       const size_t at = static_cast<size_t>(keep[j]);
       rows[j] = rows[at];
       centre[j] = centre[at];
       upper[j] = upper[at];
+      if (!extra.empty()) extra[j] = extra[at];
     }
     rows.resize(keep.size());
     centre.resize(keep.size());
     upper.resize(keep.size());
+    if (!extra.empty()) extra.resize(keep.size());
   }
 
-  void append(const Race& more) {
+  void append(const Left& more) {
     rows.insert(rows.end(), more.rows.begin(), more.rows.end());
     centre.insert(centre.end(), more.centre.begin(), more.centre.end());
     upper.insert(upper.end(), more.upper.begin(), more.upper.end());
+    extra.insert(extra.end(), more.extra.begin(), more.extra.end());
     dropped = std::max(dropped, more.dropped);
   }
 };
 
-// Plane 0's survivors among rows [first, last), refined by one plane after another; `left` gets how many each plane leaves.
-void Cascade::descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper,
-                      int64_t first, int64_t last, float bar, Race* race, int64_t* left) const {
-  std::vector<int64_t>& rows = race->rows;
+// Plane 0's survivors among rows [first, last), refined by one plane after another; `counts` gets how many each leaves.
+void Cascade::descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns,
+                      int64_t first, int64_t last, float bar, Left* left, int64_t* counts) const {
+  std::vector<float> buffer;
+  std::vector<int64_t>& rows = left->rows;
   rows.resize(static_cast<size_t>(last - first));
-  const int64_t n = kernels.select(upper, first, last, bar, rows.data(), &race->dropped);
+  const float* keys = columns.keys(kernels, columns.upper, first, last, &buffer);
+  const int64_t n = kernels.select(keys, 0, last - first, bar, rows.data(), &left->dropped);
   rows.resize(static_cast<size_t>(n));
-  race->centre.resize(rows.size());
-  race->upper.resize(rows.size());
+  left->centre.resize(rows.size());
+  left->upper.resize(rows.size());
+  if (race) left->extra.resize(rows.size());
   for (size_t j = 0; j < rows.size(); ++j) {
-    race->centre[j] = centre[rows[j]];
-    race->upper[j] = upper[rows[j]];
+    rows[j] += first;
+    left->centre[j] = columns.centre[rows[j]];
+    left->upper[j] = columns.upper[rows[j]];
+    if (race) left->extra[j] = columns.extra[rows[j]];
   }
-  left[0] = n;
+  counts[0] = n;
   std::vector<float> start;
   for (size_t i = 1; i < spec_.planes.size(); ++i) {
-    start = race->centre;
+    start = left->centre;
     kernels.refine(spec_.planes[i].plane, state.planes[i], rows.data(), start.data(), 0,
-                   static_cast<int64_t>(rows.size()), race->centre.data(), race->upper.data());
-    race->select(kernels, bar);
-    left[i] = static_cast<int64_t>(rows.size());
+                   static_cast<int64_t>(rows.size()), left->centre.data(), left->upper.data());
+    left->select(kernels, bar);
+    counts[i] = static_cast<int64_t>(rows.size());
+  }
+  if (race) {  // the noise itself in place of its bound, for the few rows that are left
+    for (size_t j = 0; j < rows.size(); ++j) left->extra[j] = noise_above(*race, rows[j], left->extra[j]);
+    left->select(kernels, bar);
   }
 }
 
 // The best-looking rows of the last plane give a better threshold; the rows that reach it are scored.
-void Cascade::finish(const Kernels& kernels, int threads, const double* h, Race race, int64_t k, int64_t budget,
-                     StepResult* out) const {
+void Cascade::finish(const Kernels& kernels, int threads, const double* h, const Race* race, Left left, int64_t k,
+                     int64_t budget, StepResult* out) const {
   std::vector<int64_t> best;
-  top_values(kernels, race.centre.data(), 0, static_cast<int64_t>(race.rows.size()), k, &best);
-  for (int64_t& at : best) at = race.rows[static_cast<size_t>(at)];
-  score(kernels, 1, h, k, std::move(best), out);
-  race.select(kernels, below_float32(out->threshold));
-  out->survivors.back() = static_cast<int64_t>(race.rows.size());
-  out->max_unopened = static_cast<double>(race.dropped);
+  std::vector<float> buffer;
+  top_values(kernels, left.keys(kernels, left.centre, &buffer).data(), 0, static_cast<int64_t>(left.rows.size()), k,
+             &best);
+  for (int64_t& at : best) at = left.rows[static_cast<size_t>(at)];
+  score(kernels, 1, h, race, k, std::move(best), out);
+  left.select(kernels, below_float32(out->threshold));
+  out->survivors.back() = static_cast<int64_t>(left.rows.size());
+  out->max_unopened = static_cast<double>(left.dropped);
   out->within_budget = out->survivors.back() <= budget;
-  if (out->within_budget) score(kernels, threads, h, k, std::move(race.rows), out);
+  if (out->within_budget) score(kernels, threads, h, race, k, std::move(left.rows), out);
 }
 
 // The lock is only tried: a forked child may find it held by a thread that it does not have.
@@ -342,9 +386,10 @@ void Cascade::give_back(std::unique_ptr<Scratch> scratch) const {
 }
 
 std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
-                                      int64_t spare, int64_t budget) {
+                                      int64_t spare, int64_t budget, const Race* races) {
   const CascadeSpec& s = spec_;
   const Plane& plane = s.planes[0].plane;
+  Session session;
   const int64_t n_rows = plane.rows, blocks = (n_rows + kInterleave - 1) / kInterleave;
   std::vector<Prepared> states = prepare(kernels, threads, h, n_states);
   std::vector<StepResult> out(states.size());
@@ -365,56 +410,71 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   if (live.empty()) return out;
 
   std::unique_ptr<Scratch> scratch = borrow(live.size() * static_cast<size_t>(n_rows));
-  float *centre = scratch->centre.data(), *upper = scratch->upper.data();
+  float *centre = scratch->centre.data(), *upper = scratch->upper.data(), *extra = nullptr;
+  if (races) {
+    if (scratch->extra.size() < scratch->centre.size()) scratch->extra.resize(scratch->centre.size());
+    extra = scratch->extra.data();
+  }
+  auto at = [&](int64_t i) { return static_cast<size_t>(live[static_cast<size_t>(i)]); };
+  auto race_of = [&](int64_t i) { return races ? races + at(i) : nullptr; };
+  auto columns = [&](int64_t i) {
+    return Columns{centre + i * n_rows, upper + i * n_rows, extra ? extra + i * n_rows : nullptr};
+  };
 
   // Every code of plane 0 is read once, whatever the batch; each task also keeps the best-looking rows of its range.
   const int64_t lead = k + spare;
-  std::vector<std::vector<int64_t>> leaders(live.size());
+  std::vector<std::vector<std::pair<float, int64_t>>> leaders(live.size());
+  const int64_t n_live = static_cast<int64_t>(live.size());
   std::mutex mutex;
   parallel_ranges(threads, blocks, 64, [&](int64_t first, int64_t last) {
     kernels.screen(plane, first_plane.data(), static_cast<int>(live.size()), nullptr, first, last, centre, upper,
                    n_rows);
-    std::vector<std::vector<int64_t>> found(live.size());
-    for (size_t i = 0; i < live.size(); ++i)
-      top_values(kernels, centre + static_cast<int64_t>(i) * n_rows, first * kInterleave,
-                 std::min(n_rows, last * kInterleave), lead, &found[i]);
-    std::lock_guard<std::mutex> lock(mutex);
-    for (size_t i = 0; i < live.size(); ++i) leaders[i].insert(leaders[i].end(), found[i].begin(), found[i].end());
+    const int64_t from = first * kInterleave, to = std::min(n_rows, last * kInterleave);
+    std::vector<float> buffer;
+    std::vector<int64_t> found;
+    for (int64_t i = 0; i < n_live; ++i) {
+      const Race* race = race_of(i);
+      if (race) kernels.noise(race->key, raised(race->temperature), from, to - from, extra + i * n_rows + from);
+      const float* looks = columns(i).keys(kernels, centre + i * n_rows, from, to, &buffer);
+      found.clear();
+      top_values(kernels, looks, 0, to - from, lead, &found);
+      std::lock_guard<std::mutex> lock(mutex);
+      for (int64_t row : found) leaders[static_cast<size_t>(i)].emplace_back(looks[row], from + row);
+    }
   });
-  const int64_t n_live = static_cast<int64_t>(live.size());
-  auto at = [&](int64_t i) { return static_cast<size_t>(live[static_cast<size_t>(i)]); };
   parallel(threads, n_live, [&](int64_t i) {
-    std::vector<int64_t>& best = leaders[static_cast<size_t>(i)];
-    std::sort(best.begin(), best.end(), Best{centre + i * n_rows});
-    if (static_cast<int64_t>(best.size()) > lead) best.resize(static_cast<size_t>(lead));
-    score(kernels, 1, h + live[static_cast<size_t>(i)] * s.rows.width, k, std::move(best), &out[at(i)]);
+    auto& best = leaders[static_cast<size_t>(i)];
+    std::sort(best.begin(), best.end(),
+              [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); });
+    std::vector<int64_t> ids;
+    for (size_t j = 0; j < best.size() && static_cast<int64_t>(j) < lead; ++j) ids.push_back(best[j].second);
+    score(kernels, 1, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i), k, std::move(ids), &out[at(i)]);
   });
 
   // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
   constexpr int64_t kRange = 4096;
   const int64_t ranges = (n_rows + kRange - 1) / kRange;
   const size_t planes = s.planes.size();
-  std::vector<Race> races(static_cast<size_t>(ranges * n_live));
-  std::vector<int64_t> left(races.size() * planes);
+  std::vector<Left> left(static_cast<size_t>(ranges * n_live));
+  std::vector<int64_t> counts(left.size() * planes);
   parallel(threads, ranges, [&](int64_t range) {
     for (int64_t i = 0; i < n_live; ++i) {
       const size_t to = static_cast<size_t>(i * ranges + range);
-      descend(kernels, states[at(i)], centre + i * n_rows, upper + i * n_rows, range * kRange,
-              std::min(n_rows, (range + 1) * kRange), below_float32(out[at(i)].threshold), &races[to],
-              &left[to * planes]);
+      descend(kernels, states[at(i)], race_of(i), columns(i), range * kRange, std::min(n_rows, (range + 1) * kRange),
+              below_float32(out[at(i)].threshold), &left[to], &counts[to * planes]);
     }
   });
   parallel(n_live > 1 ? threads : 1, n_live, [&](int64_t i) {
-    Race race;
+    Left all;
     std::vector<int64_t>& survivors = out[at(i)].survivors;
     survivors.resize(planes);
     for (int64_t range = 0; range < ranges; ++range) {
       const size_t from = static_cast<size_t>(i * ranges + range);
-      race.append(races[from]);
-      for (size_t p = 0; p < planes; ++p) survivors[p] += left[from * planes + p];
+      all.append(left[from]);
+      for (size_t p = 0; p < planes; ++p) survivors[p] += counts[from * planes + p];
     }
-    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, std::move(race), k,
-           budget, &out[at(i)]);
+    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i),
+           std::move(all), k, budget, &out[at(i)]);
   });
   const int64_t row_bytes = s.rows.bytes();
   const double once = static_cast<double>(s.dims * s.transform.bytes() + s.mean.bytes() + s.row_bytes(0) * n_rows) /

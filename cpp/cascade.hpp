@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "noise.hpp"
 #include "plane.hpp"
 
 namespace csv_decode {
@@ -42,6 +43,13 @@ struct CascadeSpec {
 struct Scored {
   std::vector<int64_t> ids;
   std::vector<double> value, error;
+  std::vector<double> noise;  // temperature * gumbel of a race, empty without one
+
+  // A key is the score, or in a race the sum with its noise: its lower and its upper end.
+  double slack(size_t i) const;
+  double lower(size_t i) const { return key(i) - slack(i); }
+  double upper(size_t i) const { return key(i) + slack(i); }
+  double key(size_t i) const { return noise.empty() ? value[i] : value[i] + noise[i]; }
 };
 
 struct StepResult {
@@ -73,7 +81,7 @@ class Cascade {
 
   // Memory for the bounds of plane 0 of some states, kept between calls.
   struct Scratch {
-    std::vector<float> centre, upper;
+    std::vector<float> centre, upper, extra;  // extra: bounds of the noise of a race
   };
 
   const CascadeSpec& spec() const { return spec_; }
@@ -82,26 +90,27 @@ class Cascade {
   std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
-  // `budget` survivors scored at the end.
+  // `budget` survivors scored at the end. races: null, or one for each state, and the k first of each are wanted.
   std::vector<StepResult> scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
-                               int64_t spare, int64_t budget);
+                               int64_t spare, int64_t budget, const Race* races);
 
  private:
-  struct Race;
+  struct Left;
+  struct Columns;
 
-  void score(const Kernels& kernels, int threads, const double* h, int64_t k, std::vector<int64_t> ids,
+  void score(const Kernels& kernels, int threads, const double* h, const Race* race, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
-  void descend(const Kernels& kernels, const Prepared& state, const float* centre, const float* upper, int64_t first,
-               int64_t last, float bar, Race* race, int64_t* left) const;
-  void finish(const Kernels& kernels, int threads, const double* h, Race race, int64_t k, int64_t budget,
-              StepResult* out) const;
+  void descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns, int64_t first,
+               int64_t last, float bar, Left* left, int64_t* counts) const;
+  void finish(const Kernels& kernels, int threads, const double* h, const Race* race, Left left, int64_t k,
+              int64_t budget, StepResult* out) const;
 
   CascadeSpec spec_;
   mutable std::mutex mutex_;
   mutable std::vector<std::unique_ptr<Scratch>> idle_;
 };
 
-// Where the intervals of the scored rows do not overlap around the k best, puts those k in order and drops the others.
+// Where the intervals of the scored keys do not overlap around the k best, puts those k in order and drops the others.
 void sort_if_clear(StepResult* step, int64_t k);
 
 // The `count` largest of values[first, last), larger first, then the smaller index; NaN never. Appends to `out`.

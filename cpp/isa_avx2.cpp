@@ -10,6 +10,7 @@ namespace {
 #include "row_math.inl"
 #define CSV_DECODE_WORDS 256
 #include "noise.inl"
+#include "sums.inl"
 
 constexpr int kPrefetchBytes = 8192;  // fetched in the order of memory, see isa_avx512.cpp
 

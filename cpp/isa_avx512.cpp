@@ -12,6 +12,7 @@ namespace {
 #include "row_math.inl"
 #define CSV_DECODE_WORDS 512
 #include "noise.inl"
+#include "sums.inl"
 
 // Codes are fetched in the order of memory, one line for each line used, not in the order of use: a cold scan takes half
 // the time, since the order of use jumps between the parts of a segment and between blocks.

@@ -8,6 +8,7 @@ namespace csv_decode {
 namespace {
 #include "row_math.inl"
 #include "noise.inl"
+#include "sums.inl"
 
 // 256 hi + lo of every slot: 16-bit states meet 8-bit codes in loops that compilers turn into multiply-add of pairs.
 struct Whole {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <mutex>
 
+#include "noise.hpp"
 #include "pool.hpp"
 
 namespace csv_decode {
@@ -16,31 +17,8 @@ namespace {
 
 constexpr int64_t kRange = 4096;  // rows of a task
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-// log(x) of a positive normal number, within 4 ulp: x = m 2^e with m in [sqrt(1/2), sqrt(2)), s = (m - 1) / (m + 1).
-double log_fixed(double x) {
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  double e = static_cast<double>(static_cast<int64_t>(bits >> 52) - 1023);
-  bits = (bits & 0x000fffffffffffffu) | 0x3ff0000000000000u;
-  double m;
-  std::memcpy(&m, &bits, sizeof m);
-  if (m > 0x1.6a09e667f3bcdp+0) {
-    m = m * 0.5;
-    e = e + 1.0;
-  }
-  const double s = (m - 1.0) / (m + 1.0), z = s * s;
-  double p = 0.0;
-  for (int k = 10; k >= 1; --k) p = (p + 1.0 / (2 * k + 1)) * z;
-  const double tail = (s + s) * p + e * 0x1.a39ef35793c76p-33;
-  return e * 0x1.62e42fee00000p-1 + ((s + s) + tail);
-}
-
-// The smallest float32 that is not below x.
-float above(double x) {
-  const float f = static_cast<float>(x);
-  return static_cast<double>(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
-}
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
 // Two bins for each power of two below 1; the first takes all above, the last all below.
 int bin_of(float peak) {
@@ -51,15 +29,6 @@ int bin_of(float peak) {
 }
 
 }  // namespace
-
-double gumbel(const NoiseKey& key, int64_t token) {
-  const uint32_t block = static_cast<uint32_t>(token / 4);
-  const int word = static_cast<int>(token % 4);
-  const uint64_t high = philox(key, block, 0).word[word], low = philox(key, block, 1).word[word];
-  const uint64_t r = (high << 20) | (low >> 12);
-  const double u = static_cast<double>(2 * r + 1) * 0x1p-53;  // odd multiples of 2^-53: exact, neither 0 nor 1
-  return -log_fixed(-log_fixed(u));
-}
 
 Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states)
     : cascade_(cascade),
@@ -105,23 +74,31 @@ void Ledger::ranges(const Body& body) const {
 // The values of n rows with their noise.
 const float* Ledger::keys(const State& state, const float* values, bool plain, int64_t first, int64_t n,
                           float* buffer) const {
-  if (plain || state.extra.empty()) return values + first;
-  kernels_.add(values + first, state.extra.data() + first, n, buffer);
+  if (plain || !state.extra) return values + first;
+  kernels_.add(values + first, state.extra + first, n, buffer);
   return buffer;
 }
 
-void Ledger::race(int b, const NoiseKey& key, double temperature) {
+// The value of one row with its noise.
+float Ledger::key(const State& state, float value, int64_t row, bool noisy) {
+  if (noisy) add_upper(&value, &state.extra[row], 1, &value);
+  return value;
+}
+
+void Ledger::race(int b, const Race& race) {
   State& state = states_[static_cast<size_t>(b)];
-  state.key = key;
-  state.temperature = temperature;
-  state.extra.resize(static_cast<size_t>(n_rows_));
-  const float raised = above(temperature * (1 + 0x1p-20));
+  const size_t size = static_cast<size_t>(n_rows_) * slot_.size();
+  if (scratch_->extra.size() < size) scratch_->extra.resize(size);
+  state.race = race;
+  state.extra = scratch_->extra.data() + b * n_rows_;
+  state.highest = kUnknown;
   ranges([&](int64_t, int64_t first, int64_t last) {
-    kernels_.noise(key, raised, first, last - first, state.extra.data() + first);
+    kernels_.noise(race.key, raised(race.temperature), first, last - first, state.extra + first);
   });
 }
 
 void Ledger::allow(int b, const uint32_t* words) {
+  states_[static_cast<size_t>(b)].highest = kUnknown;
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   ranges([&](int64_t, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i)
@@ -154,6 +131,11 @@ std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
 void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* error) {
   const CascadeSpec& spec = cascade_.spec();
   score_rows(spec, kernels_, threads_, h_.data() + b * spec.rows.width, ids, n, value, error);
+  State& state = states_[static_cast<size_t>(b)];
+  state.highest = kUnknown;
+  state.scored.ids.insert(state.scored.ids.end(), ids, ids + n);
+  state.scored.value.insert(state.scored.value.end(), value, value + n);
+  state.scored.error.insert(state.scored.error.end(), error, error + n);
   const int slot = slot_[static_cast<size_t>(b)];
   if (slot < 0) return;
   for (int64_t i = 0; i < n; ++i) {
@@ -162,10 +144,10 @@ void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* 
   }
 }
 
-std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double* exact, bool plain) {
+std::vector<Ledger::Reached> Ledger::reach(const double* bars, const double* exact, bool plain) {
   const auto& planes = cascade_.spec().planes;
   const size_t n_states = states_.size(), n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
-  std::vector<std::vector<int64_t>> left(n_states * n_ranges);
+  std::vector<Reached> found(n_states * n_ranges);
   std::vector<std::atomic<int64_t>> refined(n_states * planes.size());
   // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
   ranges([&](int64_t range, int64_t first, int64_t last) {
@@ -174,22 +156,23 @@ std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double*
     float buffer[kRange];
     for (size_t b = 0; b < n_states; ++b) {
       const int slot = slot_[b];
-      if (slot < 0 || !(bars[b] < std::numeric_limits<double>::infinity())) continue;
+      if (slot < 0 || !(bars[b] < kInfinity)) continue;
       State& state = states_[b];
       const int64_t base = slot * n_rows_;
-      const bool noisy = !plain && !state.extra.empty();
+      const bool noisy = !plain && state.extra;
       const float bar = below_float32(bars[b]), last_bar = below_float32(exact[b]);
+      float dropped = kNothing;
       auto select = [&](float limit) {  // of `rows`, those whose key is not below the limit
         size_t kept = 0;
         for (int64_t row : rows) {
-          const size_t at = static_cast<size_t>(base + row);
-          float key = upper_[at];
-          if (noisy) add_upper(&upper_[at], &state.extra[static_cast<size_t>(row)], 1, &key);
-          if (!(key <= limit)) rows[kept++] = row;
+          const float key = this->key(state, upper_[static_cast<size_t>(base + row)], row, noisy);
+          if (key <= limit)
+            dropped = std::max(dropped, key);
+          else
+            rows[kept++] = row;
         }
         rows.resize(kept);
       };
-      float dropped = kNothing;
       rows.resize(static_cast<size_t>(last - first));
       const float* key = keys(state, upper_ + base, plain, first, last - first, buffer);
       rows.resize(static_cast<size_t>(kernels_.select(key, 0, last - first, bar, rows.data(), &dropped)));
@@ -216,29 +199,107 @@ std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double*
         select(bar);
       }
       if (noisy) {  // the noise itself in place of its bound, for the few rows that are left
-        for (int64_t row : rows) {
-          const double noise = state.temperature * gumbel(state.key, row);
-          float& extra = state.extra[static_cast<size_t>(row)];
-          extra = std::min(extra, above(noise + std::fabs(noise) * 0x1p-40));
-        }
+        for (int64_t row : rows) state.extra[row] = noise_above(state.race, row, state.extra[row]);
       }
       select(last_bar);
-      left[b * n_ranges + static_cast<size_t>(range)] = rows;
+      found[b * n_ranges + static_cast<size_t>(range)] = {rows, dropped};
     }
   });
-  std::vector<std::vector<int64_t>> out(n_states);
+  std::vector<Reached> out(n_states);
   for (size_t b = 0; b < n_states; ++b) {
     for (size_t p = 1; p < planes.size(); ++p) states_[b].rows_at[p] += refined[b * planes.size() + p];
     for (size_t range = 0; range < n_ranges; ++range) {
-      const std::vector<int64_t>& some = left[b * n_ranges + range];
-      out[b].insert(out[b].end(), some.begin(), some.end());
+      const Reached& some = found[b * n_ranges + range];
+      out[b].rows.insert(out[b].rows.end(), some.rows.begin(), some.rows.end());
+      out[b].dropped = std::max(out[b].dropped, some.dropped);
     }
   }
   return out;
 }
 
+std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double* exact, bool plain) {
+  std::vector<std::vector<int64_t>> out;
+  for (Reached& reached : reach(bars, exact, plain)) out.push_back(std::move(reached.rows));
+  for (State& state : states_) state.highest = kUnknown;
+  return out;
+}
+
+// The k-th largest lower end of the keys scored, -infinity where there are fewer.
+double Ledger::bar(const State& state, int64_t k, bool plain) const {
+  const Scored& scored = state.scored;
+  if (static_cast<int64_t>(scored.ids.size()) < k) return -kInfinity;
+  std::vector<double> lower(scored.ids.size());
+  for (size_t i = 0; i < lower.size(); ++i) {
+    lower[i] = scored.value[i] - scored.error[i];
+    if (plain || !state.extra) continue;
+    const double extra = state.race.temperature * gumbel(state.race.key, scored.ids[i]);
+    lower[i] = (scored.value[i] + extra) -
+               (scored.error[i] + 0x1p-50 * (std::fabs(scored.value[i]) + std::fabs(extra)));
+  }
+  auto at = lower.begin() + (k - 1);
+  std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
+  return *at;
+}
+
+std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bool plain) {
+  const size_t n_states = states_.size();
+  std::vector<Top> out(n_states);
+  std::vector<size_t> before(n_states);
+  Session session;
+  std::vector<double> bars(n_states, kInfinity);
+  auto take = [&](size_t b, const std::vector<int64_t>& ids) {
+    std::vector<double> value(ids.size()), error(ids.size());
+    score(static_cast<int>(b), ids.data(), static_cast<int64_t>(ids.size()), value.data(), error.data());
+    bars[b] = bar(states_[b], k[b], plain);
+  };
+  for (size_t b = 0; b < n_states; ++b) {
+    before[b] = states_[b].scored.ids.size();
+    if (k[b] > 0 && slot_[b] >= 0) take(b, leaders(static_cast<int>(b), k[b] + std::max(spare, k[b]), plain));
+  }
+  std::vector<Reached> reached = reach(bars.data(), bars.data(), plain);
+  for (size_t b = 0; b < n_states; ++b) {
+    if (!(bars[b] < kInfinity)) continue;
+    State& state = states_[b];
+    std::vector<int64_t>& rows = reached[b].rows;
+    const float *centre = centre_ + slot_[b] * n_rows_, *upper = upper_ + slot_[b] * n_rows_;
+    const bool noisy = !plain && state.extra;
+    std::vector<float> looks(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) looks[i] = key(state, centre[rows[i]], rows[i], noisy);
+    std::vector<int64_t> best;
+    top_values(kernels_, looks.data(), 0, static_cast<int64_t>(rows.size()), k[b], &best);
+    for (int64_t& at : best) at = rows[static_cast<size_t>(at)];
+    if (!best.empty()) take(b, best);
+    const float limit = below_float32(bars[b]);
+    size_t kept = 0;
+    for (int64_t row : rows) {
+      const float bound = key(state, upper[row], row, noisy);  // -infinity where it was scored just now
+      if (bound <= limit)
+        reached[b].dropped = std::max(reached[b].dropped, bound);
+      else
+        rows[kept++] = row;
+    }
+    rows.resize(kept);
+    Top& top = out[b];
+    top.survivors = static_cast<int64_t>(kept);
+    top.within_budget = static_cast<int64_t>(state.scored.ids.size() + kept) <= budget;
+    if (top.within_budget) {
+      if (kept > 0) take(b, rows);
+      if (noisy || !state.extra) state.highest = static_cast<double>(reached[b].dropped);
+    }
+    const auto first = static_cast<std::ptrdiff_t>(before[b]);
+    const Scored& all = state.scored;
+    top.scored = {{all.ids.begin() + first, all.ids.end()},
+                  {all.value.begin() + first, all.value.end()},
+                  {all.error.begin() + first, all.error.end()}};
+    top.bar = bars[b];
+  }
+  return out;
+}
+
+
 double Ledger::highest(int b) const {
   const State& state = states_[static_cast<size_t>(b)];
+  if (state.highest == state.highest) return state.highest;
   const int slot = slot_[static_cast<size_t>(b)];
   float top = kNothing;
   std::mutex mutex;
@@ -295,6 +356,7 @@ void Ledger::joint(int b, float from, float rate, double* out) const {
 }
 
 std::vector<int64_t> Ledger::lift(int b, int level, int bins, float from, float rate) {
+  states_[static_cast<size_t>(b)].highest = kUnknown;
   const auto& planes = cascade_.spec().planes;
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   const size_t next = static_cast<size_t>(level) + 1;

@@ -2,12 +2,22 @@
 // as the planes read so far make them. Every decoding mode is a few questions to it (scan.py).
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <vector>
 
 #include "cascade.hpp"
+#include "noise.hpp"
 
 namespace csv_decode {
+
+// What `Ledger::top` did for a state.
+struct Top {
+  Scored scored;            // the rows it scored, with errors
+  double bar = 0;           // the k-th largest lower end of all keys scored, -infinity where there are fewer
+  int64_t survivors = 0;    // rows that reached the last bar
+  bool within_budget = true;  // false: those were not scored
+};
 
 class Ledger {
  public:
@@ -24,7 +34,7 @@ class Ledger {
   int64_t rows_at(int state, int plane) const;  // rows that were refined by a plane
 
   // From now on the keys of a state are upper bounds of score + temperature * gumbel, else of the score.
-  void race(int state, const NoiseKey& key, double temperature);
+  void race(int state, const Race& race);
   // Takes rows out whose bit (i % 32 of word i / 32) is 0.
   void allow(int state, const uint32_t* words);
   // `plain` below: without the noise, though a race is on.
@@ -32,10 +42,14 @@ class Ledger {
   std::vector<int64_t> leaders(int state, int64_t count, bool plain) const;
   // Scores rows, which then leave the ledger.
   void score(int state, const int64_t* ids, int64_t n, double* value, double* error);
+  // Scores rows of every state with k[state] > 0 until no other can be among its k best; ties stay. The rows that look
+  // best (k and at least `spare` more) give a bar, planes drop the rows below it, those that look best then raise it, and
+  // what still reaches it is scored, unless more than `budget` rows in all would be.
+  std::vector<Top> top(const int64_t* k, int64_t spare, int64_t budget, bool plain);
   // Refines until every row has a key below bars[state] or has met all planes; returns the rows whose key still reaches
   // exact[state] then, in rising order. A state whose bar is infinity is left as it is.
   std::vector<std::vector<int64_t>> open(const double* bars, const double* exact, bool plain);
-  // The largest key; +infinity where one is NaN, -infinity where no row is left.
+  // The largest key (of the race, where one is on); +infinity where one is NaN, -infinity where no row is left.
   double highest(int state) const;
   // See Kernels.mass, over the rows left. `likely`: of their centres, which bounds nothing but shows where to look.
   void mass(int state, float from, float rate, bool likely, double* bins) const;
@@ -47,15 +61,25 @@ class Ledger {
 
  private:
   struct State {
-    std::vector<float> extra;  // of the race, empty without one
-    NoiseKey key;
-    double temperature = 0;
+    float* extra = nullptr;  // bounds of the race's noise, null without one
+    Race race{};
     std::vector<int64_t> rows_at;
+    Scored scored;
+    double highest = std::numeric_limits<double>::quiet_NaN();  // what `highest` says, NaN where it has to look
+  };
+
+  // What `open` finds, by state: the rows, and the largest key of all others.
+  struct Reached {
+    std::vector<int64_t> rows;
+    float dropped = -std::numeric_limits<float>::infinity();
   };
 
   template <typename Body>
   void ranges(const Body& body) const;
   const float* keys(const State& state, const float* values, bool plain, int64_t first, int64_t n, float* buffer) const;
+  static float key(const State& state, float value, int64_t row, bool noisy);
+  std::vector<Reached> reach(const double* bars, const double* exact, bool plain);
+  double bar(const State& state, int64_t k, bool plain) const;
 
   const Cascade& cascade_;
   const Kernels& kernels_;
@@ -69,8 +93,5 @@ class Ledger {
   float *centre_, *upper_;
   std::vector<uint8_t> level_;  // planes met after the first
 };
-
-// The noise of a token: -log(-log(u)) in a fixed sequence of float64 operations; noise.py is the definition.
-double gumbel(const NoiseKey& key, int64_t token);
 
 }  // namespace csv_decode

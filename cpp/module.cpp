@@ -290,6 +290,17 @@ nb::object columns(const std::vector<StepResult>& steps, size_t k) {
       column<double>(steps, [](S s) { return s.energy; }));
 }
 
+NoiseKey noise_key(uint64_t seed, uint32_t stream, uint32_t position) {
+  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}, position, stream};
+}
+
+Race race_key(uint64_t seed, int64_t stream, int64_t position, double temperature) {
+  expect(temperature > 0 && temperature < 1e32, "temperature out of range");
+  expect(stream >= 0 && stream < int64_t{1} << 32 && position >= 0 && position < int64_t{1} << 32,
+         "stream and position have 32 bits");
+  return {noise_key(seed, static_cast<uint32_t>(stream), static_cast<uint32_t>(position)), temperature};
+}
+
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
@@ -344,16 +355,27 @@ class BoundCascade {
   // codes, its columns (ids, values, largest errors, thresholds, max_unopened, rows scored, survivors, bytes read,
   // energies); else for each state ids, values, errors, clear, rows scored, threshold, max_unopened, energy, survivors,
   // bytes read, vanishing, finite, within budget.
-  nb::object scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget) {
+  // seed, stream, position and temperature of each state make its k first of a race, with the values of their scores.
+  nb::object scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
+                  std::optional<std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>> race) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
     for (size_t i = 0; i < h.size(); ++i)
       if (!(std::fabs(h.data()[i]) <= std::numeric_limits<float>::max())) return nb::none();
+    std::vector<Race> races;
+    if (race) {
+      const auto& [seed, stream, position, temperature] = *race;
+      for (size_t n : {seed.shape(0), stream.shape(0), position.shape(0), temperature.shape(0)})
+        expect(n == h.shape(0), "one race a state");
+      for (size_t b = 0; b < h.shape(0); ++b)
+        races.push_back(race_key(seed(b), stream(b), position(b), temperature(b)));
+    }
     std::vector<StepResult> steps;
     {
       nb::gil_scoped_release release;
-      steps = cascade_->scan(*kernels, threads, h.data(), static_cast<int>(h.shape(0)), k, spare, budget);
+      steps = cascade_->scan(*kernels, threads, h.data(), static_cast<int>(h.shape(0)), k, spare, budget,
+                             race ? races.data() : nullptr);
       for (StepResult& step : steps) sort_if_clear(&step, k);
     }
     bool clear = true;
@@ -380,10 +402,6 @@ class BoundCascade {
   std::unique_ptr<Cascade> cascade_;
 };
 
-NoiseKey noise_key(uint64_t seed, uint32_t stream, uint32_t position) {
-  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}, position, stream};
-}
-
 // See ledger.hpp. One caller at a time.
 class BoundLedger {
  public:
@@ -407,9 +425,9 @@ class BoundLedger {
 
   void race(int64_t b, uint64_t seed, uint32_t stream, uint32_t position, double temperature) {
     const int at = live(b);
-    expect(temperature > 0 && temperature < 1e32, "temperature out of range");
+    const Race race = race_key(seed, stream, position, temperature);
     nb::gil_scoped_release release;
-    ledger_->race(at, noise_key(seed, stream, position), temperature);
+    ledger_->race(at, race);
   }
 
   void allow(int64_t b, In<uint32_t, 1> words) {
@@ -450,6 +468,21 @@ class BoundLedger {
     }
     nb::list out;
     for (auto& ids : rows) out.append(to_numpy(std::move(ids)));
+    return out;
+  }
+
+  // For each state ids, values, errors, the bar, how many reached it and whether the budget allowed to score these.
+  nb::list top(In<int64_t, 1> k, int64_t spare, int64_t budget, bool plain) {
+    expect(static_cast<int64_t>(k.shape(0)) == n_states_, "one k a state");
+    std::vector<Top> found;
+    {
+      nb::gil_scoped_release release;
+      found = ledger_->top(k.data(), spare, budget, plain);
+    }
+    nb::list out;
+    for (Top& top : found)
+      out.append(nb::make_tuple(to_numpy(std::move(top.scored.ids)), to_numpy(std::move(top.scored.value)),
+                                to_numpy(std::move(top.scored.error)), top.bar, top.survivors, top.within_budget));
     return out;
   }
 
@@ -555,7 +588,8 @@ NB_MODULE(_native, m) {
                     In<double, 2>, double>(),
            "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
            "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
-      .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a);
+      .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
+           "race"_a.none());
   nb::class_<BoundLedger>(m, "Ledger")
       .def(nb::init<const BoundCascade&, const std::string&, int, In<double, 2>>(), "cascade"_a, "isa"_a, "threads"_a,
            "h"_a, nb::keep_alive<1, 2>())
@@ -568,6 +602,7 @@ NB_MODULE(_native, m) {
       .def("leaders", &BoundLedger::leaders, "state"_a, "count"_a, "plain"_a)
       .def("score", &BoundLedger::score, "state"_a, "ids"_a)
       .def("open", &BoundLedger::open, "bars"_a, "exact"_a, "plain"_a)
+      .def("top", &BoundLedger::top, "k"_a, "spare"_a, "budget"_a, "plain"_a)
       .def("highest", &BoundLedger::highest, "state"_a)
       .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a)
       .def("joint", &BoundLedger::joint, "state"_a, "from_"_a, "rate"_a)

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <limits>
@@ -25,7 +26,7 @@ struct Job {
   int64_t tasks = 0;
   std::atomic<int64_t> next{0};
   int helpers = 0;  // workers that may still join; guarded by the pool's mutex
-  int active = 0;   // workers inside the job; guarded by the pool's mutex
+  std::atomic<int> active{0};  // workers inside the job; raised and lowered under the pool's mutex
   std::mutex failing;
   std::exception_ptr failure;
 
@@ -49,9 +50,24 @@ void use_ieee() {
 #endif
 }
 
+// Waits for done() for at most 100 microseconds.
+template <typename Done>
+void look_out(const Done& done) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (done()) return;
+#if defined(CSV_DECODE_X86)
+      _mm_pause();
+#endif
+    }
+  } while (std::chrono::steady_clock::now() < end);
+}
+
 class Pool {
  public:
   std::mutex caller;  // held by the one caller that the workers serve
+  std::atomic<int> sessions{0};
 
   void run(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
     Job job;
@@ -70,10 +86,16 @@ class Pool {
       job.helpers = threads - 1;
       job_ = &job;
     }
+    jobs_.fetch_add(1);  // the mutex is free by then: who looks out would sleep on it
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;
+    job_ = nullptr;  // nobody joins any more
+    if (job.active != 0) {
+      lock.unlock();
+      look_out([&] { return job.active == 0 && lock.try_lock(); });
+      if (!lock.owns_lock()) lock.lock();
+    }
     done_.wait(lock, [&] { return job.active == 0; });
     if (job.failure) std::rethrow_exception(job.failure);
   }
@@ -91,12 +113,19 @@ class Pool {
       job->work();
       lock.lock();
       if (--job->active == 0) done_.notify_all();
+      if (sessions.load() > 0) {
+        const uint64_t seen = jobs_.load();
+        lock.unlock();
+        look_out([&] { return (jobs_.load() != seen || sessions.load() == 0) && lock.try_lock(); });
+        if (!lock.owns_lock()) lock.lock();
+      }
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
+  std::atomic<uint64_t> jobs_{0};  // so far
   int workers_ = 0;
 };
 
@@ -121,6 +150,10 @@ bool ieee() {
   volatile float small32 = std::numeric_limits<float>::denorm_min(), one32 = 1.0f;
   return std::fegetround() == FE_TONEAREST && smallest * one != 0.0 && normal * half != 0.0 && small32 * one32 != 0.0f;
 }
+
+Session::Session() { the_pool().sessions.fetch_add(1); }
+
+Session::~Session() { the_pool().sessions.fetch_sub(1); }
 
 void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
   threads = static_cast<int>(std::min<int64_t>(threads, tasks));

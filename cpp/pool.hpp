@@ -1,5 +1,5 @@
-// A bounded pool of worker threads that sleep on a condition variable between calls: they never spin, so they take
-// nothing from another pool (torch, llama.cpp) on the same cores. The calling thread works too.
+// A bounded pool of worker threads that sleep on a condition variable between calls, so they take nothing from another
+// pool (torch, llama.cpp) on the same cores. The calling thread works too.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -8,6 +8,16 @@ namespace csv_decode {
 
 // Whether this thread rounds to nearest and keeps subnormal numbers. The pool's workers always do.
 bool ieee();
+
+// While one lives, workers that have finished a job look out for the next one for a moment before they sleep: a step
+// is a handful of jobs with microseconds between them, and to wake a thread takes tens of microseconds.
+class Session {
+ public:
+  Session();
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+};
 
 // Runs task(0) .. task(tasks - 1) on at most `threads` threads, the caller included, and returns when all are done.
 // The first exception of a task comes back to the caller.

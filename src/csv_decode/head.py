@@ -255,9 +255,18 @@ class CertifiedHead:
     def _from_columns(self, columns: tuple[Any, ...], k: int, ties: bool) -> TopK:
         """The answer where the native cascade has found and ordered the k best of every state, with none equal to the
         k-th beside them."""
-        ids, value, error, threshold, max_unopened, rows_scored, survivors, bytes_read, energy = columns
-        certificates = Certificates(
-            kind="top_k",
+        ids, value, error, *rest = columns
+        certificates = self._native_certificates("top_k", *rest)
+        logits = self.spec.finish(value)
+        if ties:
+            return TopK(list(ids), list(logits), k, error, certificates)
+        return TopK(ids, logits, k, error, certificates)
+
+    def _native_certificates(
+        self, kind: str, threshold: F64, max_unopened: F64, rows_scored: I64, survivors: I64, bytes_read: I64, energy: F64
+    ) -> Certificates:
+        return Certificates(
+            kind=kind,
             certified=threshold > max_unopened,
             threshold=threshold,
             max_unopened=max_unopened,
@@ -265,15 +274,11 @@ class CertifiedHead:
             survivors=survivors,
             bytes_read=bytes_read,
             bytes_dense=self.spec.bytes_dense,
-            fallback=[None] * len(ids),
+            fallback=[None] * len(threshold),
             energy=energy,
             guarantee=self.guarantee,
             failure_probability=self.failure_probability,
         )
-        logits = self.spec.finish(value)
-        if ties:
-            return TopK(list(ids), list(logits), k, error, certificates)
-        return TopK(ids, logits, k, error, certificates)
 
     def _from_steps(self, steps: list[_Step], k: int, ties: bool) -> TopK:
         ids, logits, errors = [], [], np.zeros(len(steps))
@@ -368,8 +373,9 @@ class CertifiedHead:
         started = time.perf_counter()
         if self.spec.softcap is not None:
             raise ValueError("sample does not know a soft cap: draw from top_k, whose logits have it")
-        scan = self._scan_of(hidden, allowed)
-        n = len(scan)
+        require_ieee()
+        h = as_states(hidden, self.spec.width)
+        n = len(h)
         low = np.finfo(np.float32).smallest_normal
         t = column("temperature", temperature, n, np.float64, float(low), 1e30)
         filters = t if filter_temperature is None else filter_temperature
@@ -389,6 +395,14 @@ class CertifiedHead:
         hottest = float(np.maximum(t, filters).max()) / self.spec.scale
         if not hottest < 1e31:
             raise ValueError(f"temperature over scale is {hottest:g}, expected less than 1e31")
+        parameters = (t, filters, ks, tops, mins, seeds, streams, positions)
+        if allowed is None and not ks.any() and (tops >= 1).all() and (mins <= 0).all():
+            found = self._race(h, (seeds, streams, positions, t / self.spec.scale))
+            if found is not None:
+                (winners, scores, _), certificates = found
+                self._note(certificates, time.perf_counter() - started)
+                return Draw(winners[:, 0], self.spec.finish(scores[:, 0]), *parameters, certificates)
+        scan = self._scan_of(h, allowed)
         noise = [
             modes.Noise(
                 float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]), float(filters[b])
@@ -400,20 +414,17 @@ class CertifiedHead:
         value = np.array([scan.scored(b)[1][at[b]] for b in range(n)])
         certificates = scan.certificates("sample", threshold, left, (threshold > left) | (left == -np.inf), self)
         self._note(certificates, time.perf_counter() - started)
-        return Draw(
-            ids,
-            self.spec.finish(value),
-            t,
-            filters,
-            ks,
-            tops,
-            mins,
-            seeds,
-            streams,
-            positions,
-            certificates,
-            scan.allowed,
-        )
+        return Draw(ids, self.spec.finish(value), *parameters, certificates, scan.allowed)
+
+    def _race(self, h: F64, race: tuple[Any, ...]) -> tuple[tuple[Any, ...], Certificates] | None:
+        """Races of all states without filters in one call of the kernels; None where that does not decide one."""
+        if self._cascade is None or self._small or self.kernels.name == "reference":
+            return None
+        found = self._cascade.top_k(h, 1, _spare_leaders(1), self.budget, race)
+        if not isinstance(found, tuple):
+            return None
+        ids, value, error, *rest = found
+        return (ids, value, error), self._native_certificates("sample", *rest)
 
     def _partition(
         self, scan: Scan, kind: str, t: F64, goal: F64, both: bool = True

@@ -75,33 +75,16 @@ def _largest(lower: F64, k: int) -> float:
 
 def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = None, spare: int = 8) -> F64:
     """Scores rows until no other can be among the k[b] best of state b; returns (B,) lower bounds on the k-th best
-    (infinity for the other states).
-
-    The rows that look best are scored for a bar, planes drop the rows below it, the rows that look best then raise it,
-    and the rows that still reach it are scored. Equality stays, so ties are never lost.
-    """
-    states, plain = list(states), noise is None
-    bars = np.full(len(scan), np.inf)
-
-    def raise_bar(b: int) -> None:
-        ids, value, error = scan.scored(b)
-        if noise is None:
+    (infinity for the other states). Equality stays, so ties are never lost."""
+    wanted = np.zeros(len(scan), np.int64)
+    wanted[list(states)] = k[list(states)]
+    bars = scan.top(wanted, spare, plain=noise is None)
+    for b in np.nonzero(wanted)[0].tolist():
+        if scan.closed(b):
+            ids, value, error = scan.scored(b)
+            if noise is not None:
+                value, error, _ = noise[b].keys(ids, value, error)
             bars[b] = _largest(value - error, int(k[b]))
-        else:
-            key, key_error, _ = noise[b].keys(ids, value, error)
-            bars[b] = _largest(key - key_error, int(k[b]))
-
-    for b in states:
-        scan.leaders(b, int(k[b]) + max(spare, int(k[b])), plain)
-        raise_bar(b)
-    scan.open(bars, np.full(len(scan), np.inf), plain)
-    for b in states:
-        if not scan.closed(b):
-            scan.leaders(b, int(k[b]), plain)
-            raise_bar(b)
-    scan.open(bars, None, plain)
-    for b in states:
-        raise_bar(b)
     return bars
 
 

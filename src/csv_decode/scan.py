@@ -139,6 +139,25 @@ class Scan:
             if len(ids):
                 self._score(b, ids)
 
+    def top(self, k: I64, spare: int, plain: bool) -> F64:
+        """Scores rows until no other can be among the k[b] > 0 best of state b (B,), by its score if plain, else by the
+        race, and returns lower bounds on the k-th best, where not every row is scored; see `Ledger::top`."""
+        bars = np.full(len(self), np.inf)
+        k = np.where(self._closed, 0, k)
+        if not k.any():
+            return bars
+        for b, (ids, value, error, bar, survivors, within) in enumerate(self._ledger.top(k, spare, self.budget, plain)):
+            if k[b] <= 0:
+                continue
+            if len(ids):
+                self._parts[b].append((np.asarray(ids), np.asarray(value), np.asarray(error)))
+            bars[b] = bar
+            if within:
+                self.survivors[b] += survivors
+            else:
+                self.dense(b, "budget")
+        return bars
+
     def open(self, bars: F64, exact: F64 | None = None, plain: bool = True) -> None:
         """Refines every row of state b whose key reaches bars[b], and scores it if it still reaches exact[b] (default:
         the same bar) after the last plane. Infinity leaves a state as it is. plain: keys are those of the score."""

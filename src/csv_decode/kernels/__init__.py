@@ -29,8 +29,9 @@ I64 = NDArray[np.int64]
 class Cascade(Protocol):
     """A shadow bound and the weights it is about."""
 
-    def top_k(self, h: F64, k: int, spare: int, budget: int) -> Any:
-        """All of `CertifiedHead._descend` in one call, see cpp/module.cpp; the reference has none."""
+    def top_k(self, h: F64, k: int, spare: int, budget: int, race: Any = None) -> Any:
+        """All of `CertifiedHead._descend` in one call, see cpp/module.cpp; the reference has none. race: seeds (B,)
+        uint64, streams, positions (B,) int64 and temperatures (B,) float64, for the k first of races."""
 
     def ledger(self, h: F64) -> Any:
         """A ledger of states h (B, d), see cpp/ledger.hpp."""

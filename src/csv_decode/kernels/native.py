@@ -35,8 +35,8 @@ class NativeCascade:
     def __init__(self, cascade: Any, isa: str, threads: int) -> None:
         self._cascade, self._isa, self._threads = cascade, isa, threads
 
-    def top_k(self, h: NDArray[np.float64], k: int, spare: int, budget: int) -> Any:
-        return self._cascade.scan(self._isa, self._threads, h, k, spare, budget)
+    def top_k(self, h: NDArray[np.float64], k: int, spare: int, budget: int, race: Any = None) -> Any:
+        return self._cascade.scan(self._isa, self._threads, h, k, spare, budget, race)
 
     def ledger(self, h: NDArray[np.float64]) -> Any:
         return _native.Ledger(self._cascade, self._isa, self._threads, h)

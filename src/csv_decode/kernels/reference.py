@@ -141,6 +141,8 @@ class ReferenceLedger:
         self._level = np.zeros(self._centre.shape, np.int64)
         self._extra = np.zeros(self._centre.shape)
         self._rows_at = np.zeros((len(h), len(cascade.planes)), np.int64)
+        self._raced = np.zeros(len(h), bool)
+        self._scored = [[(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))] for _ in h]
 
     def usable(self, b: int) -> bool:
         return bool(self._finite[b] and not self._vanishing[b])
@@ -156,6 +158,7 @@ class ReferenceLedger:
 
     def race(self, b: int, seed: int, stream: int, position: int, temperature: float) -> None:
         self._extra[b] = temperature * gumbel(seed, stream, position, np.arange(self._centre.shape[1]))
+        self._raced[b] = True
 
     def allow(self, b: int, words: NDArray[np.uint32]) -> None:
         allowed = np.unpackbits(words.view(np.uint8), count=self._centre.shape[1], bitorder="little")
@@ -178,10 +181,47 @@ class ReferenceLedger:
         value, magnitude = cascade.kernels.score(cascade.rows, self._h[b : b + 1], ids)
         self._centre[b, ids] = self._upper[b, ids] = -np.inf
         total, error = value[0], score_error(cascade.rows.shape[1], magnitude[0])
-        if cascade.bias is None:
-            return total, error
-        total = total + cascade.bias[ids]
-        return total, error + RELATIVE * np.abs(total)
+        if cascade.bias is not None:
+            total = total + cascade.bias[ids]
+            error = error + RELATIVE * np.abs(total)
+        self._scored[b].append((ids, total, error))
+        return total, error
+
+    def _bar(self, b: int, k: int, plain: bool) -> float:
+        ids, value, error = (np.concatenate(column) for column in zip(*self._scored[b], strict=True))
+        if len(ids) < k:
+            return -np.inf
+        if self._raced[b] and not plain:
+            extra = self._extra[b, ids]
+            error = error + RELATIVE * (np.abs(value) + np.abs(extra))
+            value = value + extra
+        return float(np.partition(value - error, len(ids) - k)[len(ids) - k])
+
+    def top(self, k: I64, spare: int, budget: int, plain: bool) -> list[tuple[I64, F64, F64, float, int, bool]]:
+        out = []
+        for b in range(len(self._h)):
+            count, before = int(k[b]), len(self._scored[b])
+            bar, survivors, within = np.inf, 0, True
+            if count > 0 and self.usable(b):
+                self.score(b, self.leaders(b, count + max(spare, count), plain))
+                bars = np.full(len(self._h), np.inf)
+                bars[b] = self._bar(b, count, plain)
+                rows = self.open(bars, bars, plain)[b]
+                looks = self._keys(self._centre, b, plain)[rows]
+                self.score(b, rows[np.argsort(-looks, kind="stable")[:count]])
+                bar = self._bar(b, count, plain)
+                rows = rows[~(self._keys(self._upper, b, plain)[rows] <= below_float32(bar))]
+                survivors = len(rows)
+                within = survivors + sum(len(part[0]) for part in self._scored[b]) <= budget
+                if within:
+                    self.score(b, rows)
+                    bar = self._bar(b, count, plain)
+            ids, value, error = (
+                np.concatenate(column)
+                for column in zip(*self._scored[b][:1], *self._scored[b][before:], strict=True)
+            )
+            out.append((ids, value, error, bar, survivors, within))
+        return out
 
     def open(self, bars: F64, exact: F64, plain: bool) -> list[I64]:
         cascade, out = self._cascade, []
