@@ -241,7 +241,7 @@ def main() -> int:
         key=calibration_key(None),
         source=loaded.source,
     )
-    head = cd.CertifiedHead(index, spec)
+    head = cd.CertifiedHead(index, spec, engine="torch")
     states = decode_states(loaded.model, loaded.tokenizer, args.states) if set(wanted) != {"perplexity"} else None
     figures: dict[str, Any] = {"model": loaded.name, "kernels": head.kernels.name, "threads": head.kernels.threads}
     for name in wanted:

@@ -110,9 +110,9 @@ void sort_if_clear(StepResult* step, int64_t k) {
   step->clear = true;
 }
 
-void score_rows(const CascadeSpec& s, const Kernels& kernels, int threads, const double* h, const int64_t* ids,
+void score_rows(const CascadeSpec& s, const Kernels& kernels, const Team& team, const double* h, const int64_t* ids,
                 int64_t n, double* value, double* error) {
-  parallel_ranges(threads, n, 64, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, n, 64, [&](int64_t first, int64_t last) {
     kernels.score(s.rows, ids, first, last, h, 1, value, error, n);
   });
   const double factor = score_factor(s.rows.width), floor = score_floor(s.rows.width);
@@ -125,14 +125,14 @@ void score_rows(const CascadeSpec& s, const Kernels& kernels, int threads, const
   }
 }
 
-std::vector<Prepared> Cascade::prepare(const Kernels& kernels, int threads, const double* h,
+std::vector<Prepared> Cascade::prepare(const Kernels& kernels, const Team& team, const double* h,
                                                 int n_states) const {
   const CascadeSpec& s = spec_;
   const int64_t dims = s.dims, width = s.transform.width;
   const double factor = score_factor(width), floor = score_floor(width);
   std::vector<double> white(static_cast<size_t>(dims * n_states)), white_error(white.size());
   std::vector<double> base(static_cast<size_t>(n_states)), base_magnitude(base.size());
-  parallel_ranges(threads, dims, 64, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, dims, 64, [&](int64_t first, int64_t last) {
     kernels.score(s.transform, nullptr, first, last, h, n_states, white.data(), white_error.data(), dims);
   });
   kernels.score(s.mean, nullptr, 0, 1, h, n_states, base.data(), base_magnitude.data(), 1);
@@ -227,7 +227,7 @@ std::vector<Prepared> Cascade::prepare(const Kernels& kernels, int threads, cons
   return out;
 }
 
-void Cascade::score(const Kernels& kernels, int threads, const double* h, const Race* race, int64_t k,
+void Cascade::score(const Kernels& kernels, const Team& team, const double* h, const Race* race, int64_t k,
                     std::vector<int64_t> ids, StepResult* out) const {
   const CascadeSpec& s = spec_;
   Scored& scored = out->scored;
@@ -244,7 +244,7 @@ void Cascade::score(const Kernels& kernels, int threads, const double* h, const 
     scored.ids.insert(scored.ids.end(), ids.begin(), ids.end());
     scored.value.resize(scored.ids.size());
     scored.error.resize(scored.ids.size());
-    score_rows(s, kernels, threads, h, ids.data(), n, scored.value.data() + before, scored.error.data() + before);
+    score_rows(s, kernels, team, h, ids.data(), n, scored.value.data() + before, scored.error.data() + before);
     if (race)
       for (int64_t id : ids) scored.noise.push_back(race->temperature * gumbel(race->key, id));
   }
@@ -347,19 +347,19 @@ void Cascade::descend(const Kernels& kernels, const Prepared& state, const Race*
 }
 
 // The best-looking rows of the last plane give a better threshold; the rows that reach it are scored.
-void Cascade::finish(const Kernels& kernels, int threads, const double* h, const Race* race, Left left, int64_t k,
+void Cascade::finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, Left left, int64_t k,
                      int64_t budget, StepResult* out) const {
   std::vector<int64_t> best;
   std::vector<float> buffer;
   top_values(kernels, left.keys(kernels, left.centre, &buffer).data(), 0, static_cast<int64_t>(left.rows.size()), k,
              &best);
   for (int64_t& at : best) at = left.rows[static_cast<size_t>(at)];
-  score(kernels, 1, h, race, k, std::move(best), out);
+  score(kernels, Team{}, h, race, k, std::move(best), out);
   left.select(kernels, below_float32(out->threshold));
   out->survivors.back() = static_cast<int64_t>(left.rows.size());
   out->max_unopened = static_cast<double>(left.dropped);
   out->within_budget = out->survivors.back() <= budget;
-  if (out->within_budget) score(kernels, threads, h, race, k, std::move(left.rows), out);
+  if (out->within_budget) score(kernels, team, h, race, k, std::move(left.rows), out);
 }
 
 // The lock is only tried: a forked child may find it held by a thread that it does not have.
@@ -385,13 +385,13 @@ void Cascade::give_back(std::unique_ptr<Scratch> scratch) const {
   if (lock.owns_lock() && idle_.size() < 4) idle_.push_back(std::move(scratch));
 }
 
-std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
+std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
                                       int64_t spare, int64_t budget, const Race* races) {
   const CascadeSpec& s = spec_;
   const Plane& plane = s.planes[0].plane;
-  Session session;
+  Session session(team);
   const int64_t n_rows = plane.rows, blocks = (n_rows + kInterleave - 1) / kInterleave;
-  std::vector<Prepared> states = prepare(kernels, threads, h, n_states);
+  std::vector<Prepared> states = prepare(kernels, team, h, n_states);
   std::vector<StepResult> out(states.size());
   std::vector<PlaneState> first_plane;
   std::vector<int> live;
@@ -426,7 +426,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   std::vector<std::vector<std::pair<float, int64_t>>> leaders(live.size());
   const int64_t n_live = static_cast<int64_t>(live.size());
   std::mutex mutex;
-  parallel_ranges(threads, blocks, 64, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, blocks, 64, [&](int64_t first, int64_t last) {
     kernels.screen(plane, first_plane.data(), static_cast<int>(live.size()), nullptr, first, last, centre, upper,
                    n_rows);
     const int64_t from = first * kInterleave, to = std::min(n_rows, last * kInterleave);
@@ -442,13 +442,13 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
       for (int64_t row : found) leaders[static_cast<size_t>(i)].emplace_back(looks[row], from + row);
     }
   });
-  parallel(threads, n_live, [&](int64_t i) {
+  parallel(team, n_live, [&](int64_t i) {
     auto& best = leaders[static_cast<size_t>(i)];
     std::sort(best.begin(), best.end(),
               [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); });
     std::vector<int64_t> ids;
     for (size_t j = 0; j < best.size() && static_cast<int64_t>(j) < lead; ++j) ids.push_back(best[j].second);
-    score(kernels, 1, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i), k, std::move(ids), &out[at(i)]);
+    score(kernels, Team{}, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i), k, std::move(ids), &out[at(i)]);
   });
 
   // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
@@ -457,14 +457,14 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
   const size_t planes = s.planes.size();
   std::vector<Left> left(static_cast<size_t>(ranges * n_live));
   std::vector<int64_t> counts(left.size() * planes);
-  parallel(threads, ranges, [&](int64_t range) {
+  parallel(team, ranges, [&](int64_t range) {
     for (int64_t i = 0; i < n_live; ++i) {
       const size_t to = static_cast<size_t>(i * ranges + range);
       descend(kernels, states[at(i)], race_of(i), columns(i), range * kRange, std::min(n_rows, (range + 1) * kRange),
               below_float32(out[at(i)].threshold), &left[to], &counts[to * planes]);
     }
   });
-  parallel(n_live > 1 ? threads : 1, n_live, [&](int64_t i) {
+  parallel(n_live > 1 ? team : Team{}, n_live, [&](int64_t i) {
     Left all;
     std::vector<int64_t>& survivors = out[at(i)].survivors;
     survivors.resize(planes);
@@ -473,7 +473,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, int threads, const
       all.append(left[from]);
       for (size_t p = 0; p < planes; ++p) survivors[p] += counts[from * planes + p];
     }
-    finish(kernels, n_live > 1 ? 1 : threads, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i),
+    finish(kernels, n_live > 1 ? Team{} : team, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i),
            std::move(all), k, budget, &out[at(i)]);
   });
   const int64_t row_bytes = s.rows.bytes();

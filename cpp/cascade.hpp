@@ -9,6 +9,7 @@
 
 #include "noise.hpp"
 #include "plane.hpp"
+#include "pool.hpp"
 
 namespace csv_decode {
 
@@ -87,22 +88,22 @@ class Cascade {
   const CascadeSpec& spec() const { return spec_; }
   std::unique_ptr<Scratch> borrow(size_t size) const;
   void give_back(std::unique_ptr<Scratch> scratch) const;
-  std::vector<Prepared> prepare(const Kernels& kernels, int threads, const double* h, int n_states) const;
+  std::vector<Prepared> prepare(const Kernels& kernels, const Team& team, const double* h, int n_states) const;
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
   // `budget` survivors scored at the end. races: null, or one for each state, and the k first of each are wanted.
-  std::vector<StepResult> scan(const Kernels& kernels, int threads, const double* h, int n_states, int64_t k,
+  std::vector<StepResult> scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
                                int64_t spare, int64_t budget, const Race* races);
 
  private:
   struct Left;
   struct Columns;
 
-  void score(const Kernels& kernels, int threads, const double* h, const Race* race, int64_t k, std::vector<int64_t> ids,
+  void score(const Kernels& kernels, const Team& team, const double* h, const Race* race, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
   void descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns, int64_t first,
                int64_t last, float bar, Left* left, int64_t* counts) const;
-  void finish(const Kernels& kernels, int threads, const double* h, const Race* race, Left left, int64_t k,
+  void finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, Left left, int64_t k,
               int64_t budget, StepResult* out) const;
 
   CascadeSpec spec_;
@@ -118,7 +119,7 @@ void top_values(const Kernels& kernels, const float* values, int64_t first, int6
                 std::vector<int64_t>* out);
 
 // Scores of rows `ids` with h (width), bias included: |value - score| <= error.
-void score_rows(const CascadeSpec& spec, const Kernels& kernels, int threads, const double* h, const int64_t* ids,
+void score_rows(const CascadeSpec& spec, const Kernels& kernels, const Team& team, const double* h, const int64_t* ids,
                 int64_t n, double* value, double* error);
 
 // The largest float32 strictly below x.

@@ -277,29 +277,35 @@ __attribute__((always_inline)) inline void rows_chunk(const uint32_t* const* wor
   }
 }
 
-// Partial sums of kRows rows, 16 lanes each, of the high or the low halves. `words` point behind the radius word.
+// Partial sums of kRows rows, 16 lanes each, of the high or the low halves. A row that is one cache line is loaded whole,
+// radius word and all, with zeros in the state for what is not of the segment: from behind the radius word each load
+// would touch the next line too.
 template <bool Masked, bool Low>
 __attribute__((always_inline)) inline void rows_sums(const Plane& p, const PlaneState& s, const uint32_t* const* words,
                                                      __m512i* acc) {
+  const bool line = p.words_per_row == 16;
   const int8_t* half = Low ? s.lo : s.hi;
-  int64_t first = 0;
+  int64_t first = 1;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) acc[r] = _mm512_setzero_si512();
   for (int k = 0; k < p.n_segments; ++k) {
     const int count = p.segments[k].words, bits = p.segments[k].bits;
     const int64_t field = static_cast<int64_t>(count) * 4;
     for (int t = 0; t < count; t += 16) {
-      const __mmask16 lanes = count - t >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - t)) - 1);
-      const int8_t* h = half + t * 4;
+      const int64_t before = line ? first : 0;  // lanes in front of the segment; then t is 0
+      const __mmask16 lanes =
+          count - t >= 16 ? 0xffff : static_cast<__mmask16>(((1u << (count - t)) - 1) << before);
+      const int64_t at = first + t - before;
+      const int8_t* h = half + (t - before) * 4;
       if (bits == 4) {
-        rows_chunk<Masked, 4, 0>(words, first + t, lanes, h, field, acc);
+        rows_chunk<Masked, 4, 0>(words, at, lanes, h, field, acc);
       } else if (Low) {
         continue;
       } else if (bits == 2) {
-        rows_chunk<Masked, 2, 0>(words, first + t, lanes, h, field, acc);
+        rows_chunk<Masked, 2, 0>(words, at, lanes, h, field, acc);
       } else {
-        rows_chunk<Masked, 1, 0>(words, first + t, lanes, h, field, acc);
-        rows_chunk<Masked, 1, 4>(words, first + t, lanes, h, field, acc);
+        rows_chunk<Masked, 1, 0>(words, at, lanes, h, field, acc);
+        rows_chunk<Masked, 1, 4>(words, at, lanes, h, field, acc);
       }
     }
     first += count;
@@ -340,7 +346,7 @@ void refine(const Plane& p, const PlaneState& s, const int64_t* rows, const floa
       const uint32_t* row = p.words + rows[at] * p.words_per_row;
       radii[r] = row[0];
       rho[r] = p.rho[rows[at]];
-      words[r] = row + 1;
+      words[r] = row;
       inside = inside && row + p.words_per_row + 15 <= end;
     }
     __m512i hi, lo = _mm512_setzero_si512();
@@ -397,7 +403,7 @@ void score_rows(const T* data, int64_t width, const int64_t* ids, int64_t first,
     const T* row = data + (ids ? ids[i] : i) * width;
     if (i + 4 < last) {
       const char* next = reinterpret_cast<const char*>(data + (ids ? ids[i + 4] : i + 4) * width);
-      for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+      for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
     }
     for (int b = 0; b < n_states; ++b) {
       const double* x = h + b * width;
@@ -457,13 +463,19 @@ int64_t next_above(const float* values, int64_t first, int64_t last, float bar) 
 
 int64_t select(const float* values, int64_t first, int64_t last, float bar, int64_t* ids, float* dropped) {
   const __m512 limit = _mm512_set1_ps(bar);
+  const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
   __m512 top = _mm512_set1_ps(*dropped);
   int64_t i = first, n = 0;
   for (; i + 16 <= last; i += 16) {
     __m512 v = _mm512_loadu_ps(values + i);
-    unsigned hit = _mm512_cmp_ps_mask(v, limit, _CMP_NLE_UQ);
+    const unsigned hit = _mm512_cmp_ps_mask(v, limit, _CMP_NLE_UQ);
     top = _mm512_mask_max_ps(top, static_cast<__mmask16>(~hit), top, v);
-    for (; hit; hit &= hit - 1) ids[n++] = i + __builtin_ctz(hit);
+    for (int half = 0; half < 2; ++half) {  // eight are stored, those behind the hits to be overwritten: n <= i - first
+      const __mmask8 some = static_cast<__mmask8>(hit >> (8 * half));
+      const __m512i index = _mm512_add_epi64(_mm512_set1_epi64(i + 8 * half), lane);
+      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi64(some, index));
+      n += __builtin_popcount(some);
+    }
   }
   *dropped = _mm512_reduce_max_ps(top);
   return n + scalar_select(values, i, last, bar, ids + n, dropped);

@@ -30,13 +30,13 @@ int bin_of(float peak) {
 
 }  // namespace
 
-Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states)
+Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states)
     : cascade_(cascade),
       kernels_(kernels),
-      threads_(threads),
+      team_(team),
       n_rows_(cascade.spec().planes[0].plane.rows),
       h_(h, h + static_cast<int64_t>(n_states) * cascade.spec().rows.width),
-      prepared_(cascade.prepare(kernels, threads, h, n_states)),
+      prepared_(cascade.prepare(kernels, team, h, n_states)),
       states_(static_cast<size_t>(n_states)) {
   std::vector<PlaneState> first;
   for (const Prepared& state : prepared_) {
@@ -51,7 +51,7 @@ Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, int threads, cons
   upper_ = scratch_->upper.data();
   level_.resize(size);
   if (first.empty()) return;
-  parallel_ranges(threads_, (n_rows_ + kInterleave - 1) / kInterleave, 64, [&](int64_t from, int64_t to) {
+  parallel_ranges(team_, (n_rows_ + kInterleave - 1) / kInterleave, 64, [&](int64_t from, int64_t to) {
     kernels_.screen(cascade_.spec().planes[0].plane, first.data(), static_cast<int>(first.size()), nullptr, from, to,
                     centre_, upper_, n_rows_);
   });
@@ -67,7 +67,7 @@ int64_t Ledger::rows_at(int state, int plane) const {
 
 template <typename Body>
 void Ledger::ranges(const Body& body) const {
-  parallel(threads_, (n_rows_ + kRange - 1) / kRange,
+  parallel(team_, (n_rows_ + kRange - 1) / kRange,
            [&](int64_t range) { body(range, range * kRange, std::min(n_rows_, (range + 1) * kRange)); });
 }
 
@@ -130,7 +130,7 @@ std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
 
 void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* error) {
   const CascadeSpec& spec = cascade_.spec();
-  score_rows(spec, kernels_, threads_, h_.data() + b * spec.rows.width, ids, n, value, error);
+  score_rows(spec, kernels_, team_, h_.data() + b * spec.rows.width, ids, n, value, error);
   State& state = states_[static_cast<size_t>(b)];
   state.highest = kUnknown;
   state.scored.ids.insert(state.scored.ids.end(), ids, ids + n);
@@ -245,7 +245,7 @@ std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bo
   const size_t n_states = states_.size();
   std::vector<Top> out(n_states);
   std::vector<size_t> before(n_states);
-  Session session;
+  Session session(team_);
   std::vector<double> bars(n_states, kInfinity);
   auto take = [&](size_t b, const std::vector<int64_t>& ids) {
     std::vector<double> value(ids.size()), error(ids.size());

@@ -22,7 +22,7 @@ struct Top {
 class Ledger {
  public:
   // Prepares the states h (n_states, width) and reads plane 0. The cascade must outlive the ledger.
-  Ledger(const Cascade& cascade, const Kernels& kernels, int threads, const double* h, int n_states);
+  Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states);
   ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
@@ -83,7 +83,7 @@ class Ledger {
 
   const Cascade& cascade_;
   const Kernels& kernels_;
-  int threads_;
+  Team team_;
   int64_t n_rows_;
   std::vector<double> h_;
   std::vector<Prepared> prepared_;

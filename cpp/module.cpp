@@ -131,7 +131,7 @@ std::vector<PlaneState> states_of(const BoundPlane& plane, In<int8_t, 2> hi, In<
   return out;
 }
 
-void screen(const std::string& isa, int threads, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
+void screen(const std::string& isa, const Team& team, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
             In<double, 2> params, std::optional<In<uint8_t, 1>> open, Out<float, 2> centre, Out<float, 2> upper) {
   const Kernels* kernels = find(isa);
   const Plane& plane = bound.plane();
@@ -143,13 +143,13 @@ void screen(const std::string& isa, int threads, const BoundPlane& bound, In<int
          "one output column a row");
   expect(!open || static_cast<int64_t>(open->shape(0)) == blocks, "one open byte a block");
   nb::gil_scoped_release release;
-  parallel_ranges(threads, blocks, 64, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, blocks, 64, [&](int64_t first, int64_t last) {
     kernels->screen(plane, states.data(), static_cast<int>(states.size()), open ? open->data() : nullptr, first, last,
                     centre.data(), upper.data(), plane.rows);
   });
 }
 
-void refine(const std::string& isa, int threads, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
+void refine(const std::string& isa, const Team& team, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
             In<double, 2> params, In<int64_t, 1> rows, In<float, 1> start, Out<float, 1> centre, Out<float, 1> upper) {
   const Kernels* kernels = find(isa);
   auto states = states_of(bound, hi, lo, params);
@@ -161,7 +161,7 @@ void refine(const std::string& isa, int threads, const BoundPlane& bound, In<int
   for (int64_t i = 0; i < n; ++i)
     if (rows(i) < 0 || rows(i) >= bound.plane().rows) throw std::out_of_range("row outside the plane");
   nb::gil_scoped_release release;
-  parallel_ranges(threads, n, 256, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, n, 256, [&](int64_t first, int64_t last) {
     kernels->refine(bound.plane(), states[0], rows.data(), start.data(), first, last, centre.data(), upper.data());
   });
 }
@@ -179,7 +179,7 @@ Rows rows_of(const AnyRows& rows, int type) {
   return {rows.data(), static_cast<RowType>(type), packed ? count / format.bytes * format.numbers : count};
 }
 
-void score(const std::string& isa, int threads, AnyRows rows, int type, std::optional<In<int64_t, 1>> ids, In<double, 2> h, Out<double, 2> value,
+void score(const std::string& isa, const Team& team, AnyRows rows, int type, std::optional<In<int64_t, 1>> ids, In<double, 2> h, Out<double, 2> value,
            Out<double, 2> magnitude) {
   const Kernels* kernels = find(isa);
   const Rows view = rows_of(rows, type);
@@ -193,7 +193,7 @@ void score(const std::string& isa, int threads, AnyRows rows, int type, std::opt
       if ((*ids)(i) < 0 || (*ids)(i) >= static_cast<int64_t>(rows.shape(0)))
         throw std::out_of_range("row outside the weights");
   nb::gil_scoped_release release;
-  parallel_ranges(threads, n, 32, [&](int64_t first, int64_t last) {
+  parallel_ranges(team, n, 32, [&](int64_t first, int64_t last) {
     kernels->score(view, ids ? ids->data() : nullptr, first, last, h.data(), static_cast<int>(h.shape(0)),
                    value.data(), magnitude.data(), n);
   });
@@ -208,7 +208,7 @@ Ids to_numpy(std::vector<int64_t> ids) {
 }
 
 // The m largest values: larger first, then the smaller index. NaN is skipped.
-Ids leaders(const std::string& isa, int threads, In<float, 1> values, int64_t m) {
+Ids leaders(const std::string& isa, const Team& team, In<float, 1> values, int64_t m) {
   const Kernels* kernels = find(isa);
   int64_t n = static_cast<int64_t>(values.shape(0));
   m = std::max<int64_t>(0, std::min(m, n));
@@ -218,7 +218,7 @@ Ids leaders(const std::string& isa, int threads, In<float, 1> values, int64_t m)
   std::mutex mutex;
   {
     nb::gil_scoped_release release;
-    parallel_ranges(threads, n, 16384, [&](int64_t first, int64_t last) {
+    parallel_ranges(team, n, 16384, [&](int64_t first, int64_t last) {
       std::vector<int64_t> found;
       top_values(*kernels, v, first, last, m, &found);
       std::lock_guard<std::mutex> lock(mutex);
@@ -356,7 +356,7 @@ class BoundCascade {
   // energies); else for each state ids, values, errors, clear, rows scored, threshold, max_unopened, energy, survivors,
   // bytes read, vanishing, finite, within budget.
   // seed, stream, position and temperature of each state make its k first of a race, with the values of their scores.
-  nb::object scan(const std::string& isa, int threads, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
+  nb::object scan(const std::string& isa, const Team& team, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
                   std::optional<std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>> race) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
@@ -374,7 +374,7 @@ class BoundCascade {
     std::vector<StepResult> steps;
     {
       nb::gil_scoped_release release;
-      steps = cascade_->scan(*kernels, threads, h.data(), static_cast<int>(h.shape(0)), k, spare, budget,
+      steps = cascade_->scan(*kernels, team, h.data(), static_cast<int>(h.shape(0)), k, spare, budget,
                              race ? races.data() : nullptr);
       for (StepResult& step : steps) sort_if_clear(&step, k);
     }
@@ -405,14 +405,14 @@ class BoundCascade {
 // See ledger.hpp. One caller at a time.
 class BoundLedger {
  public:
-  BoundLedger(const BoundCascade& cascade, const std::string& isa, int threads, In<double, 2> h)
+  BoundLedger(const BoundCascade& cascade, const std::string& isa, const Team& team, In<double, 2> h)
       : n_rows_(cascade.n_rows()),
         n_states_(static_cast<int64_t>(h.shape(0))),
         n_planes_(static_cast<int64_t>(cascade.cascade().spec().planes.size())) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade.cascade().spec().rows.width, "rows and states differ in width");
     nb::gil_scoped_release release;
-    ledger_ = std::make_unique<Ledger>(cascade.cascade(), *kernels, threads, h.data(), static_cast<int>(n_states_));
+    ledger_ = std::make_unique<Ledger>(cascade.cascade(), *kernels, team, h.data(), static_cast<int>(n_states_));
   }
 
   bool usable(int64_t b) const { return ledger_->usable(state(b)); }
@@ -579,6 +579,13 @@ NB_MODULE(_native, m) {
   using namespace csv_decode;
   m.def("ieee", &ieee, "Whether this thread rounds to nearest and keeps subnormal numbers.");
   m.def("supported", &supported, "Instruction sets that this build and this processor can run, slowest first.");
+  nb::class_<Team>(m, "Team")
+      .def("__init__",
+           [](Team* team, int threads, std::optional<std::string> library) {
+             new (team) Team(library ? team_of(threads, library->c_str()) : Team{threads});
+           },
+           "threads"_a, "library"_a.none())
+      .def_prop_ro("shared", [](const Team& team) { return team.fork != nullptr; });
   nb::class_<BoundPlane>(m, "Plane")
       .def(nb::init<In<uint32_t, 2>, In<uint16_t, 1>, std::optional<In<float, 1>>, In<int32_t, 2>>(), "words"_a,
            "rho"_a, "bias"_a.none(), "segments"_a);
@@ -588,10 +595,10 @@ NB_MODULE(_native, m) {
                     In<double, 2>, double>(),
            "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
            "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
-      .def("scan", &BoundCascade::scan, "isa"_a, "threads"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
+      .def("scan", &BoundCascade::scan, "isa"_a, "team"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
            "race"_a.none());
   nb::class_<BoundLedger>(m, "Ledger")
-      .def(nb::init<const BoundCascade&, const std::string&, int, In<double, 2>>(), "cascade"_a, "isa"_a, "threads"_a,
+      .def(nb::init<const BoundCascade&, const std::string&, const Team&, In<double, 2>>(), "cascade"_a, "isa"_a, "team"_a,
            "h"_a, nb::keep_alive<1, 2>())
       .def("usable", &BoundLedger::usable, "state"_a)
       .def("vanishing", &BoundLedger::vanishing, "state"_a)
@@ -612,11 +619,11 @@ NB_MODULE(_native, m) {
   m.def("add_bound", &add_bound, "isa"_a, "upper"_a, "extra"_a, "out"_a);
   m.def("mass_bound", &mass_bound, "isa"_a, "upper"_a, "from_"_a, "rate"_a);
   m.def("joint_bound", &joint_bound, "isa"_a, "centre"_a, "upper"_a, "from_"_a, "rate"_a, "high"_a, "likely"_a, "peak"_a);
-  m.def("screen", &screen, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
+  m.def("screen", &screen, "isa"_a, "team"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);
-  m.def("refine", &refine, "isa"_a, "threads"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,
+  m.def("refine", &refine, "isa"_a, "team"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,
         "centre"_a, "upper"_a);
-  m.def("score", &score, "isa"_a, "threads"_a, "rows"_a, "type"_a, "ids"_a.none(), "h"_a, "value"_a, "magnitude"_a);
-  m.def("leaders", &leaders, "isa"_a, "threads"_a, "values"_a, "m"_a);
+  m.def("score", &score, "isa"_a, "team"_a, "rows"_a, "type"_a, "ids"_a.none(), "h"_a, "value"_a, "magnitude"_a);
+  m.def("leaders", &leaders, "isa"_a, "team"_a, "values"_a, "m"_a);
   m.def("select", &select_above, "isa"_a, "values"_a, "bar"_a);
 }

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 #endif
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -47,6 +48,22 @@ void use_ieee() {
   _mm_setcsr(0x1f80);
 #else
   std::fesetenv(FE_DFL_ENV);
+#endif
+}
+
+// Work on a thread that is not ours, whose float mode comes back to it.
+void work_as_guest(void* job) {
+#if defined(CSV_DECODE_X86)
+  const unsigned mode = _mm_getcsr();
+  use_ieee();
+  static_cast<Job*>(job)->work();
+  _mm_setcsr(mode);
+#else
+  std::fenv_t mode;
+  std::fegetenv(&mode);
+  use_ieee();
+  static_cast<Job*>(job)->work();
+  std::fesetenv(&mode);
 #endif
 }
 
@@ -129,14 +146,19 @@ class Pool {
   int workers_ = 0;
 };
 
-// Never destroyed: detached workers may outlive main. A forked child has no workers, so it gets a new pool.
+// Never destroyed: detached workers may outlive main. A forked child has no workers, so it gets a new pool, and leaves
+// OpenMP's team alone, which is lost as well.
 Pool* pool = nullptr;
+std::atomic<bool> forked{false};
 
 Pool& the_pool() {
   static std::once_flag once;
   std::call_once(once, [] {
     pool = new Pool;
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    pthread_atfork(nullptr, nullptr, [] {
+      pool = new Pool;
+      forked = true;
+    });
   });
   return *pool;
 }
@@ -151,12 +173,38 @@ bool ieee() {
   return std::fegetround() == FE_TONEAREST && smallest * one != 0.0 && normal * half != 0.0 && small32 * one32 != 0.0f;
 }
 
-Session::Session() { the_pool().sessions.fetch_add(1); }
+Team team_of(int threads, const char* library) {
+  Team team{threads, nullptr};
+  the_pool();  // notices a fork from now on
+#if defined(__linux__)
+  if (void* handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {  // finds symbols of what it depends on, too
+    team.fork = reinterpret_cast<decltype(team.fork)>(dlsym(handle, "GOMP_parallel"));
+    dlclose(handle);
+  }
+#else
+  (void)library;
+#endif
+  return team;
+}
 
-Session::~Session() { the_pool().sessions.fetch_sub(1); }
+Session::Session(const Team& team) : open_(team.threads > 1 && !team.fork) {
+  if (open_) the_pool().sessions.fetch_add(1);
+}
 
-void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& task) {
-  threads = static_cast<int>(std::min<int64_t>(threads, tasks));
+Session::~Session() {
+  if (open_) the_pool().sessions.fetch_sub(1);
+}
+
+void parallel(const Team& team, int64_t tasks, const std::function<void(int64_t)>& task) {
+  const int threads = static_cast<int>(std::min<int64_t>(team.threads, tasks));
+  if (threads > 1 && team.fork && !forked) {
+    Job job;
+    job.task = &task;
+    job.tasks = tasks;
+    team.fork(work_as_guest, &job, static_cast<unsigned>(threads), 0);  // any number of threads that it gives will do
+    if (job.failure) std::rethrow_exception(job.failure);
+    return;
+  }
   if (threads > 1) {
     Pool& p = the_pool();
     std::unique_lock<std::mutex> lock(p.caller, std::try_to_lock);
@@ -165,11 +213,11 @@ void parallel(int threads, int64_t tasks, const std::function<void(int64_t)>& ta
   for (int64_t i = 0; i < tasks; ++i) task(i);
 }
 
-void parallel_ranges(int threads, int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
-  int64_t pieces = threads > 1 ? static_cast<int64_t>(threads) * 8 : 1;
+void parallel_ranges(const Team& team, int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+  int64_t pieces = team.threads > 1 ? static_cast<int64_t>(team.threads) * 8 : 1;
   int64_t size = std::max(grain, (n + pieces - 1) / pieces);
   int64_t tasks = (n + size - 1) / size;
-  parallel(threads, tasks, [&](int64_t i) { body(i * size, std::min(n, (i + 1) * size)); });
+  parallel(team, tasks, [&](int64_t i) { body(i * size, std::min(n, (i + 1) * size)); });
 }
 
 }  // namespace csv_decode

@@ -80,6 +80,37 @@ def test_what_a_ledger_says_holds() -> None:
         assert len(ledger.leaders(0, 5, True)) == 0
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_k_best_of_a_ledger(plain: bool) -> None:
+    """`top` scores every row that may be among the k best, and its bar is the k-th lower end."""
+    made, states = heads()
+    h = states[40:43]
+    logits = h @ np.asarray(made["reference"].spec.rows.data, np.float64).T
+    k = np.array([1, 0, 70])
+    for name, head in made.items():
+        ledger = head._cascade.ledger(h)  # type: ignore[union-attr]
+        key = logits.copy()
+        for b in (0, 1, 2) if not plain else ():
+            ledger.race(b, 7, b, 3, 0.5)
+            key[b] += 0.5 * np.asarray(_native.gumbel(7, b, 3, np.arange(9000)))
+        known = np.argsort(-key[0])[5:9]
+        ledger.score(0, known)
+        found = ledger.top(k, 8, 9000, plain)
+        assert len(found[1][0]) == 0
+        for b in (0, 2):
+            ids, value, error, bar, survivors, within = found[b]
+            assert within
+            assert survivors <= len(ids)
+            assert (np.abs(value - logits[b, ids]) <= np.asarray(error) + 1e-12).all()
+            every = np.union1d(ids, known) if b == 0 else np.sort(ids)
+            best = np.sort(key[b])[::-1][: k[b]]
+            assert np.isin(np.nonzero(key[b] >= best[-1])[0], every).all()
+            assert bar == pytest.approx(best[-1], abs=1e-11)
+            left = np.setdiff1d(np.arange(9000), every)
+            assert key[b, left].max() <= ledger.highest(b) < bar, name
+        assert not ledger.top(k, 8, 9, plain)[2][5]  # more rows than the budget
+
+
 def test_a_ledger_checks_what_it_is_given() -> None:
     made, states = heads(600)
     cascade = made[supported()[-1]]._cascade
@@ -96,6 +127,7 @@ def test_a_ledger_checks_what_it_is_given() -> None:
         lambda: ledger.open(np.zeros(3), np.zeros(3), True),
         lambda: ledger.mass(-1, 0.0, 1.0, False),
         lambda: ledger.rows_at(0, 4),
+        lambda: ledger.top(np.ones(3, np.int64), 8, 9, True),
         lambda: _native.gumbel(0, 0, 0, np.array([-1])),
     ):
         with pytest.raises((ValueError, IndexError)):

@@ -130,6 +130,9 @@ class CertifiedHead:
             product. None: no limit. Sums (`softmax`, `log_partition`, `log_probs`) have no limit.
         kernels: "generic", "avx2", "avx512bw", "avx512" (VNNI) or "reference"; None: CSV_DECODE_SIMD, else the best
             that runs here.
+        engine: "torch" or "llama_cpp", where that runs the layers in the thread that calls this head: its OpenMP
+            workers, which spin for milliseconds after each layer, then do our work too. (Our own would share the cores
+            with them.) None: threads of our own, which sleep between calls. `accelerate` and `LlamaModel` choose.
 
     Raises ValueError when index and weights do not belong together. `statistics` keeps running totals.
 
@@ -147,6 +150,7 @@ class CertifiedHead:
         budget: float | None = 0.25,
         kernels: str | None = None,
         failure_probability: float = 1e-9,
+        engine: str | None = None,
     ) -> None:
         self.spec = HeadSpec.of(spec)
         guarantee = one_of("guarantee", guarantee, ("deterministic", "probabilistic"))
@@ -179,7 +183,7 @@ class CertifiedHead:
             self._sigma = math.sqrt(2 * (math.log(pairs) - math.log(failure_probability))) * INFLATE
         self._share = budget
         self.budget = self.spec.n_rows if budget is None else int(budget * self.spec.n_rows)
-        self.kernels = get_kernels(kernels, threads)
+        self.kernels = get_kernels(kernels, threads, engine)
         self.statistics = Statistics()
         self._lock = threading.Lock()
         self._drift_told = False
@@ -214,6 +218,7 @@ class CertifiedHead:
             self._share,
             self.kernels.name,
             self.failure_probability or 1e-9,
+            self.kernels.engine,
         )
 
     def top_k(self, hidden: Array, k: int = 1, ties: bool = False, allowed: Array | None = None) -> TopK:
@@ -263,7 +268,14 @@ class CertifiedHead:
         return TopK(ids, logits, k, error, certificates)
 
     def _native_certificates(
-        self, kind: str, threshold: F64, max_unopened: F64, rows_scored: I64, survivors: I64, bytes_read: I64, energy: F64
+        self,
+        kind: str,
+        threshold: F64,
+        max_unopened: F64,
+        rows_scored: I64,
+        survivors: I64,
+        bytes_read: I64,
+        energy: F64,
     ) -> Certificates:
         return Certificates(
             kind=kind,

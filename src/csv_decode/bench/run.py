@@ -340,16 +340,17 @@ def run(
     figures = []
     for threads in plan.threads:
         set_threads(threads)
-        methods = [Method(OURS, CertifiedHead(index, spec, threads=threads))]
+        methods = [Method(OURS, CertifiedHead(index, spec, threads=threads, engine="torch"))]
         if probabilistic is not None:
-            chance = CertifiedHead(probabilistic, spec, threads=threads, guarantee="probabilistic")
+            chance = CertifiedHead(probabilistic, spec, threads=threads, guarantee="probabilistic", engine="torch")
             methods.append(Method(PROBABILISTIC, chance))
         methods += [Method(peer.name, peer=peer) for peer in peers]
         for k, batch in plan.cases():
             here = methods
             if centroid is not None and batch == 1:
                 few = max(1, len(states) // _FEW)
-                here = [*methods, Method(CENTROID, CertifiedHead(centroid, spec, threads=threads), only_first=few)]
+                paper = CertifiedHead(centroid, spec, threads=threads, engine="torch")
+                here = [*methods, Method(CENTROID, paper, only_first=few)]
             stage = f"k = {k}, batch {batch}, {threads_text(threads)}"
             found = measure(here, states, want[:, :k], batch, sweep, report(stage))
             figures += [{"threads": threads, **one} for one in found]
@@ -404,7 +405,7 @@ def sweep_rows(
             peers = build_peers(part, _SWEEP_PEERS)[0]
             # Every answer is compared with the exact one below, so the radii need no check of their own.
             index = build_index(part, calibration, seed=0, threads=threads, verify=False, progress=report)
-        head = CertifiedHead(index, part, threads=threads)
+        head = CertifiedHead(index, part, threads=threads, engine="torch")
         methods = [Method(OURS, head), *(Method(peer.name, peer=peer) for peer in peers)]
         found = measure(methods, states, exact_ids(part, states, k), 1, sweep, partial(report, "timing"))
         figures += [{"rows": n, "threads": threads, **one} for one in found]

@@ -40,7 +40,7 @@ def advise(
     count = threads or default_threads()
     opened = open_model(model, dtype, count, verbose)
     spec = opened.spec
-    head = CertifiedHead(opened.index(index), spec, threads=count)
+    head = CertifiedHead(opened.index(index), spec, threads=count, engine="torch")
     measured = []
     with Bars() as bars:
         for batch in _BATCHES:

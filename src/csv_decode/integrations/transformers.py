@@ -129,7 +129,7 @@ def accelerate(
     _check_transform(model, spec)
     if index is None:
         index = _find_index(model, raw, calibration, tokenizer, threads, progress)
-    head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels)
+    head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels, engine="torch")
     restore(model)
     layer = _output_layer(model)
     stock: Any = type(model)
@@ -687,11 +687,10 @@ def _identity(parameter: torch.Tensor | None) -> tuple[Any, ...] | None:
 def _contents(weight: torch.Tensor, bias: torch.Tensor | None) -> bytes:
     """A sum over the bits of each row, and the bias: enough to notice any write that is not made to deceive."""
 
-    def numbers(tensor: torch.Tensor) -> NDArray[Any]:
-        return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
-
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return b""
-    rows = np.ascontiguousarray(numbers(weight))
-    bits = rows.view(np.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
-    return bits.sum(axis=1, dtype=np.int64).tobytes() + (b"" if bias is None else numbers(bias).tobytes())
+    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    rows = weight.detach().contiguous()
+    wide = rows.shape[1] * rows.element_size() % 8 == 0
+    sums = rows.view(torch.int64 if wide else bits).sum(1, dtype=torch.int64)
+    return sums.numpy().tobytes() + (b"" if bias is None else bias.detach().contiguous().view(bits).numpy().tobytes())

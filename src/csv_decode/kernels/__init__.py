@@ -42,6 +42,7 @@ class Kernels(Protocol):
 
     name: str
     threads: int
+    engine: str | None
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> Any:
         """Checks a plane once and returns the handle that `screen` and `refine` take. rho (V,) is bfloat16."""
@@ -106,15 +107,16 @@ def _chosen() -> str:
     return forced
 
 
-def get_kernels(name: str | None = None, threads: int | None = None) -> Kernels:
-    """Kernels by name, of `simd_info`, or reference. None: CSV_DECODE_SIMD, else the best that runs here."""
+def get_kernels(name: str | None = None, threads: int | None = None, engine: str | None = None) -> Kernels:
+    """Kernels by name, of `simd_info`, or reference. None: CSV_DECODE_SIMD, else the best that runs here.
+    engine: see `CertifiedHead`."""
     name = _chosen() if name is None else name
     count = thread_count(threads)
     if isinstance(name, str) and name == "reference":
         return ReferenceKernels()
     if not isinstance(name, str) or name not in supported():
         raise ValueError(f"kernels {shown(name)} are unknown or cannot run here; there are {', '.join(supported())}")
-    return NativeKernels(name, count)
+    return NativeKernels(name, count, engine)
 
 
 def simd_info() -> dict[str, Any]:

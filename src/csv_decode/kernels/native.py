@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..bounds.planes import GROUPS, INTERLEAVE, Plane, PlaneStates, group_edges, rotation_edges
-from ..spec import ROW_KINDS, Rows
+from ..spec import ROW_KINDS, Rows, one_of
 
 if TYPE_CHECKING:
     from ..bounds.shadow import ShadowBound
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["NativeKernels", "ieee", "supported"]
 
 _ROW_TYPES = {kind: i for i, kind in enumerate(ROW_KINDS)}  # RowType of cpp/plane.hpp
+
+
+#: Where engines have the shared library that runs layers.
+_LIBRARIES = {"torch": "lib/libtorch_cpu.so", "llama_cpp": "lib/libggml-cpu*.so"}
+
+
+def _library(engine: str | None) -> str | None:
+    """The path of the library of an engine that is loaded."""
+    module = None if engine is None else sys.modules.get(engine)
+    if engine is None or module is None or module.__file__ is None:
+        return None
+    found = sorted(Path(module.__file__).parent.glob(_LIBRARIES[engine]))
+    return str(found[0]) if found else None
 
 
 def ieee() -> bool:
@@ -32,22 +47,25 @@ def supported() -> list[str]:
 class NativeCascade:
     """See `csv_decode.kernels.Cascade`."""
 
-    def __init__(self, cascade: Any, isa: str, threads: int) -> None:
-        self._cascade, self._isa, self._threads = cascade, isa, threads
+    def __init__(self, cascade: Any, isa: str, team: Any) -> None:
+        self._cascade, self._isa, self._team = cascade, isa, team
 
     def top_k(self, h: NDArray[np.float64], k: int, spare: int, budget: int, race: Any = None) -> Any:
-        return self._cascade.scan(self._isa, self._threads, h, k, spare, budget, race)
+        return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race)
 
     def ledger(self, h: NDArray[np.float64]) -> Any:
-        return _native.Ledger(self._cascade, self._isa, self._threads, h)
+        return _native.Ledger(self._cascade, self._isa, self._team, h)
 
 
 class NativeKernels:
-    """See `csv_decode.kernels.Kernels`. The GIL is released, and at most `threads` threads work; none spins."""
+    """See `csv_decode.kernels.Kernels`. The GIL is released, and at most `threads` threads work: our own, which sleep
+    between calls, or those of an engine's OpenMP, see cpp/pool.hpp."""
 
-    def __init__(self, isa: str, threads: int) -> None:
+    def __init__(self, isa: str, threads: int, engine: str | None = None) -> None:
         self.name = isa
         self.threads = threads
+        self.engine = None if engine is None else one_of("engine", engine, tuple(_LIBRARIES))
+        self._team = _native.Team(threads, _library(engine))
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> tuple[Any, int]:
         words = plane.words.reshape(-1, plane.words_per_row)
@@ -83,7 +101,7 @@ class NativeKernels:
             typical,
             sigma,
         )
-        return NativeCascade(cascade, self.name, self.threads)
+        return NativeCascade(cascade, self.name, self._team)
 
     def screen(
         self, plane: tuple[Any, int], states: PlaneStates, open_blocks: NDArray[np.uint8] | None
@@ -91,7 +109,7 @@ class NativeKernels:
         handle, n_rows = plane
         centre = np.empty((len(states.params), n_rows), np.float32)
         upper = np.empty_like(centre)
-        _native.screen(self.name, self.threads, handle, states.hi, states.lo, states.params, open_blocks, centre, upper)
+        _native.screen(self.name, self._team, handle, states.hi, states.lo, states.params, open_blocks, centre, upper)
         return centre, upper
 
     def refine(
@@ -99,9 +117,7 @@ class NativeKernels:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         centre = np.empty(len(rows), np.float32)
         upper = np.empty_like(centre)
-        _native.refine(
-            self.name, self.threads, plane[0], states.hi, states.lo, states.params, rows, start, centre, upper
-        )
+        _native.refine(self.name, self._team, plane[0], states.hi, states.lo, states.params, rows, start, centre, upper)
         return centre, upper
 
     def score(
@@ -110,11 +126,11 @@ class NativeKernels:
         n = rows.shape[0] if ids is None else len(ids)
         value = np.empty((len(h), n))
         magnitude = np.empty_like(value)
-        _native.score(self.name, self.threads, rows.data, _ROW_TYPES[rows.kind], ids, h, value, magnitude)
+        _native.score(self.name, self._team, rows.data, _ROW_TYPES[rows.kind], ids, h, value, magnitude)
         return value, magnitude
 
     def leaders(self, values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        return np.asarray(_native.leaders(self.name, self.threads, values, count))
+        return np.asarray(_native.leaders(self.name, self._team, values, count))
 
     def select(self, values: NDArray[np.float32], bar: float) -> tuple[NDArray[np.int64], float]:
         ids, dropped = _native.select(self.name, values, bar)

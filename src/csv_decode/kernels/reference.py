@@ -52,6 +52,7 @@ class ReferenceKernels:
 
     name = "reference"
     threads = 1
+    engine: str | None = None
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: F32 | None) -> _Bound:
         wide = (rho.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
@@ -217,8 +218,7 @@ class ReferenceLedger:
                     self.score(b, rows)
                     bar = self._bar(b, count, plain)
             ids, value, error = (
-                np.concatenate(column)
-                for column in zip(*self._scored[b][:1], *self._scored[b][before:], strict=True)
+                np.concatenate(column) for column in zip(*self._scored[b][:1], *self._scored[b][before:], strict=True)
             )
             out.append((ids, value, error, bar, survivors, within))
         return out

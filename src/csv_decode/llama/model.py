@@ -105,7 +105,7 @@ class LlamaModel:
         self.context = min(trained, _CONTEXT) if context is None else whole("context", context, 8, 2**24)
         if index is None:
             index = self._index(calibration_states, progress)
-        self.head = CertifiedHead(index, parts.spec, threads=self.threads)
+        self.head = CertifiedHead(index, parts.spec, threads=self.threads, engine="llama_cpp")
         self.body = Body(parts.body, parts.width, self.context, 1, self.threads, verbose=verbose)
         self._held: list[int] = []  # tokens whose positions the body remembers
 
