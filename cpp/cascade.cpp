@@ -48,6 +48,12 @@ struct Best {
   }
 };
 
+// A row whose key is not above this is out.
+float bar_of(const StepResult& step, const Margin* margin) {
+  const double bar = step.threshold;
+  return below_float32(margin ? bar - (margin->relative * std::fabs(bar) + margin->absolute) : bar);
+}
+
 }  // namespace
 
 float below_float32(double x) {
@@ -347,15 +353,15 @@ void Cascade::descend(const Kernels& kernels, const Prepared& state, const Race*
 }
 
 // The best-looking rows of the last plane give a better threshold; the rows that reach it are scored.
-void Cascade::finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, Left left, int64_t k,
-                     int64_t budget, StepResult* out) const {
+void Cascade::finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, const Margin* margin,
+                     Left left, int64_t k, int64_t budget, StepResult* out) const {
   std::vector<int64_t> best;
   std::vector<float> buffer;
   top_values(kernels, left.keys(kernels, left.centre, &buffer).data(), 0, static_cast<int64_t>(left.rows.size()), k,
              &best);
   for (int64_t& at : best) at = left.rows[static_cast<size_t>(at)];
   score(kernels, Team{}, h, race, k, std::move(best), out);
-  left.select(kernels, below_float32(out->threshold));
+  left.select(kernels, bar_of(*out, margin));
   out->survivors.back() = static_cast<int64_t>(left.rows.size());
   out->max_unopened = static_cast<double>(left.dropped);
   out->within_budget = out->survivors.back() <= budget;
@@ -386,7 +392,7 @@ void Cascade::give_back(std::unique_ptr<Scratch> scratch) const {
 }
 
 std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
-                                      int64_t spare, int64_t budget, const Race* races) {
+                                      int64_t spare, int64_t budget, const Race* races, const Margin* margins) {
   const CascadeSpec& s = spec_;
   const Plane& plane = s.planes[0].plane;
   Session session(team);
@@ -417,6 +423,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
   }
   auto at = [&](int64_t i) { return static_cast<size_t>(live[static_cast<size_t>(i)]); };
   auto race_of = [&](int64_t i) { return races ? races + at(i) : nullptr; };
+  auto margin_of = [&](int64_t i) { return margins ? margins + at(i) : nullptr; };
   auto columns = [&](int64_t i) {
     return Columns{centre + i * n_rows, upper + i * n_rows, extra ? extra + i * n_rows : nullptr};
   };
@@ -461,7 +468,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
     for (int64_t i = 0; i < n_live; ++i) {
       const size_t to = static_cast<size_t>(i * ranges + range);
       descend(kernels, states[at(i)], race_of(i), columns(i), range * kRange, std::min(n_rows, (range + 1) * kRange),
-              below_float32(out[at(i)].threshold), &left[to], &counts[to * planes]);
+              bar_of(out[at(i)], margin_of(i)), &left[to], &counts[to * planes]);
     }
   });
   parallel(n_live > 1 ? team : Team{}, n_live, [&](int64_t i) {
@@ -474,7 +481,7 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
       for (size_t p = 0; p < planes; ++p) survivors[p] += counts[from * planes + p];
     }
     finish(kernels, n_live > 1 ? Team{} : team, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i),
-           std::move(all), k, budget, &out[at(i)]);
+           margin_of(i), std::move(all), k, budget, &out[at(i)]);
   });
   const int64_t row_bytes = s.rows.bytes();
   const double once = static_cast<double>(s.dims * s.transform.bytes() + s.mean.bytes() + s.row_bytes(0) * n_rows) /

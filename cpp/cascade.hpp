@@ -67,6 +67,10 @@ struct StepResult {
   bool within_budget;              // false: more survivors than the budget; they were not scored
 };
 
+struct Margin {
+  double relative, absolute;
+};
+
 // What one state becomes: for every plane the quantised state and the parameters of the bound.
 struct Prepared {
   std::vector<std::vector<int8_t>> hi, lo;
@@ -92,8 +96,9 @@ class Cascade {
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
   // `budget` survivors scored at the end. races: null, or one for each state, and the k first of each are wanted.
+  // margins: null, or of each state how far below the k-th rows are scored as well.
   std::vector<StepResult> scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
-                               int64_t spare, int64_t budget, const Race* races);
+                               int64_t spare, int64_t budget, const Race* races, const Margin* margins);
 
  private:
   struct Left;
@@ -103,8 +108,8 @@ class Cascade {
              StepResult* out) const;
   void descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns, int64_t first,
                int64_t last, float bar, Left* left, int64_t* counts) const;
-  void finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, Left left, int64_t k,
-              int64_t budget, StepResult* out) const;
+  void finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, const Margin* margin, Left left,
+              int64_t k, int64_t budget, StepResult* out) const;
 
   CascadeSpec spec_;
   mutable std::mutex mutex_;

@@ -356,8 +356,10 @@ class BoundCascade {
   // energies); else for each state ids, values, errors, clear, rows scored, threshold, max_unopened, energy, survivors,
   // bytes read, vanishing, finite, within budget.
   // seed, stream, position and temperature of each state make its k first of a race, with the values of their scores.
+  // A margin, relative to the k-th and absolute for each state, is scored as well, and all that was scored is returned.
   nb::object scan(const std::string& isa, const Team& team, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
-                  std::optional<std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>> race) {
+                  std::optional<std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>> race,
+                  std::optional<std::tuple<double, In<double, 1>>> margin) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
@@ -371,12 +373,24 @@ class BoundCascade {
       for (size_t b = 0; b < h.shape(0); ++b)
         races.push_back(race_key(seed(b), stream(b), position(b), temperature(b)));
     }
+    std::vector<Margin> margins;
+    if (margin) {
+      expect(std::get<1>(*margin).shape(0) == h.shape(0), "one margin a state");
+      for (size_t b = 0; b < h.shape(0); ++b) margins.push_back({std::get<0>(*margin), std::get<1>(*margin)(b)});
+    }
     std::vector<StepResult> steps;
     {
       nb::gil_scoped_release release;
       steps = cascade_->scan(*kernels, team, h.data(), static_cast<int>(h.shape(0)), k, spare, budget,
-                             race ? races.data() : nullptr);
-      for (StepResult& step : steps) sort_if_clear(&step, k);
+                             race ? races.data() : nullptr, margin ? margins.data() : nullptr);
+      for (StepResult& step : steps) {
+        if (margin) {
+          step.rows_scored = static_cast<int64_t>(step.scored.ids.size());
+          step.clear = false;
+        } else {
+          sort_if_clear(&step, k);
+        }
+      }
     }
     bool clear = true;
     for (const StepResult& step : steps) clear = clear && step.clear && step.within_budget;
@@ -596,7 +610,7 @@ NB_MODULE(_native, m) {
            "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
            "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "team"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
-           "race"_a.none());
+           "race"_a.none(), "margin"_a.none());
   nb::class_<BoundLedger>(m, "Ledger")
       .def(nb::init<const BoundCascade&, const std::string&, const Team&, In<double, 2>>(), "cascade"_a, "isa"_a, "team"_a,
            "h"_a, nb::keep_alive<1, 2>())

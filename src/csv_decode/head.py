@@ -37,7 +37,7 @@ from .exact import rank
 from .index import Index
 from .index.structure import require_structure
 from .kernels import Cascade, get_kernels, require_ieee
-from .narrow import narrow, rounded_argmax
+from .narrow import STEPS, Sums, narrow, rounded_argmax
 from .scan import Scan, allowed_bits, exact_rows
 from .spec import BLOCKS, Array, HeadSpec, as_states, column, flag, one_of, positive, require_usable, whole
 
@@ -583,15 +583,40 @@ class CertifiedHead:
         started = time.perf_counter()
         if self.spec.bias32 is not None or self.spec.scale != 1.0 or self.spec.softcap is not None:
             raise ValueError("model_argmax is about a head without bias, scale and soft cap")
-        scan = self._scan_of(hidden, None)
         if self.spec.rows.kind in BLOCKS:
             raise ValueError(f"model_argmax does not know the arithmetic of {self.spec.rows.kind} weights; use top_k")
-        if not (narrow(scan.h.astype(np.float32), self.spec.rows.kind) == scan.h).all():
+        require_ieee()
+        h = as_states(hidden, self.spec.width)
+        if not (narrow(h.astype(np.float32), self.spec.rows.kind) == h).all():
             raise ValueError(f"the states are no {self.spec.rows.kind} numbers, which the head is about")
-        ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
-        certificates = scan.certificates("model_argmax", threshold, left, ids >= 0, self)
+        found = self._native_rounded(h)
+        if found is None:
+            scan = self._scan_of(h, None)
+            ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
+            certificates = scan.certificates("model_argmax", threshold, left, ids >= 0, self)
+        else:
+            ids, value, certificates = found
         self._note(certificates, time.perf_counter() - started)
         return ModelArgmax(ids, value, certificates)
+
+    def _native_rounded(self, h: F64) -> tuple[I64, F64, Certificates] | None:
+        """`rounded_argmax` from one call of the kernels; None where that leaves a state open."""
+        if self._cascade is None or self._small or self.kernels.name == "reference":
+            return None
+        sums = [Sums(self.spec, x, self.largest_norm) for x in h]
+        near = STEPS[self.spec.rows.kind], np.array([4 * one.reach for one in sums])
+        won = []
+        steps = self._cascade.top_k(h, 1, _spare_leaders(1), self.budget, margin=near)
+        for one, step in zip(sums, steps, strict=True):
+            ids, value, error, _, _, _, left, _, _, _, vanishing, finite, within_budget = step
+            if vanishing or not finite or not within_budget:
+                return None
+            won.append(one.winner((ids, value, error), left))
+            if won[-1][0] < 0:
+                return None
+        ids, value, threshold = (np.array(column) for column in zip(*won, strict=True))
+        rest = [np.array([step[i] for step in steps]) for i in (6, 4, 8, 9, 7)]
+        return ids, value, self._native_certificates("model_argmax", threshold, *rest)
 
     @functools.cached_property
     def largest_norm(self) -> float:

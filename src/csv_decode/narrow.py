@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .kernels import Kernels
     from .spec import HeadSpec
 
-__all__ = ["keeps_bound", "logit_interval", "narrow", "rounded_argmax", "sum_error"]
+__all__ = ["STEPS", "Sums", "keeps_bound", "logit_interval", "narrow", "rounded_argmax", "sum_error"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -85,42 +85,71 @@ def _half_step_below(z: float, kind: str) -> float:
     return (below + z) / 2 if math.isfinite(below) else -math.inf
 
 
+class Sums:
+    """The float32 sums of one state h (d,), and what becomes of them in the head's type."""
+
+    def __init__(self, spec: HeadSpec, h: F64, largest_norm: float) -> None:
+        self.kind, self.width = spec.rows.kind, spec.width
+        # `score_error` is its factor times the sum of absolute values, and more: so this is at least that sum
+        self.g = gamma(math.ceil(self.width / 16) + 5)
+        size = math.sqrt(float(h @ h)) * INFLATE
+        self.largest = largest_norm + size
+        self.reach = float(sum_error(self.width, np.array(largest_norm * size), self.largest))  # Cauchy-Schwarz
+
+    def intervals(self, value: F64, error: F64) -> tuple[F64, F64]:
+        alpha = sum_error(self.width, error / self.g * INFLATE, self.largest)
+        return logit_interval(value, error + alpha, self.kind)
+
+    def threshold(self, best: float) -> float:
+        """A row with a score below this rounds to less than `best`, a number of the type."""
+        middle = _half_step_below(best, self.kind)
+        return middle - self.reach - (RELATIVE * abs(middle) if math.isfinite(middle) else 0.0)
+
+    def winner(self, scored: tuple[I64, F64, F64], left: float) -> tuple[int, float, float]:
+        """The smallest id among the largest z, or -1; its score; and the threshold. scored: ids, scores and errors;
+        left: the largest bound of all other rows."""
+        ids, value, error = scored
+        low, high = self.intervals(value, error)
+        best = float(low.max())
+        threshold = self.threshold(best)
+        at = _first(ids, low, high, best) if threshold > left or left == -math.inf else -1
+        return (-1, 0.0, threshold) if at < 0 else (int(ids[at]), float(value[at]), threshold)
+
+
+def _first(ids: I64, low: F64, high: F64, best: float) -> int:
+    """Position of the smallest id among the largest z, from intervals whose largest lower end is `best`; -1 where they
+    leave it open."""
+    near = np.nonzero(high >= best)[0]
+    if not np.isfinite(high[near]).all():
+        return -1
+    if len(near) == 1:  # nobody else comes near, whatever its own rounding
+        return int(near[0])
+    sure = near[(low[near] == best) & (high[near] == best)]
+    if not len(sure):
+        return -1
+    first = int(sure[np.argmin(ids[sure])])
+    # another row may tie only behind it, and may not be above
+    open_ = (high[near] > best) | ((low[near] < best) & (ids[near] < ids[first]))
+    return -1 if open_.any() else first
+
+
+#: How far below the largest score, as a share of it, rows have to be scored to decide. A guess: the certificate's
+#: threshold tells whether it was enough.
+STEPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-22}
+
+
 def rounded_argmax(scan: Scan, largest_norm: float) -> tuple[I64, F64, F64, F64]:
     """For each state the smallest id among the largest z, or -1; its score; and the certificate's threshold and largest
     bound left: every row with a bound below the threshold rounds to less than the largest z."""
-    spec, n = scan.spec, len(scan)
-    kind, width = spec.rows.kind, spec.width
-    # `score_error` is its factor times the sum of absolute values, and more: so this is at least that sum
-    g = gamma(math.ceil(width / 16) + 5)
-    size = np.sqrt(np.einsum("ij,ij->i", scan.h, scan.h)) * INFLATE
-    largest = largest_norm + size
-    reach = sum_error(width, largest_norm * size, largest)  # of any row, by Cauchy-Schwarz
-    ids, value_of = np.full(n, -1, np.int64), np.zeros(n)
-    threshold, left = np.full(n, -np.inf), np.full(n, np.inf)
+    n = len(scan)
+    sums = [Sums(scan.spec, h, largest_norm) for h in scan.h]
     modes.top(scan, range(n), np.ones(n, np.int64))
-    for b in range(n):
-        found, low, high, _ = _intervals(scan, b, g, kind, largest[b])
-        middle = _half_step_below(float(low.max()), kind)
-        threshold[b] = middle - reach[b] - (RELATIVE * abs(middle) if math.isfinite(middle) else 0.0)
-    scan.open(threshold)
-    for b in range(n):
-        left[b] = scan.unopened(b)
-        found, low, high, value = _intervals(scan, b, g, kind, largest[b])
-        best = float(low.max())
-        if not (threshold[b] > left[b] or left[b] == -np.inf) or not np.isfinite(high).all():
-            continue
-        sure = (low == best) & (high == best)
-        if not sure.any():
-            first = int(np.argmax(low))
-            if np.sum(high >= best) == 1:  # nobody else comes near, whatever its own rounding
-                ids[b], value_of[b] = found[first], value[first]
-            continue
-        winner = int(np.nonzero(sure)[0][np.argmin(found[sure])])
-        # another row may tie only behind it, and may not be above
-        open_ = (high > best) | ((high == best) & (low < best) & (found < found[winner]))
-        if not open_.any():
-            ids[b], value_of[b] = found[winner], value[winner]
-    return ids, value_of, threshold, left
+    best = [float(sums[b].intervals(*scan.scored(b)[1:])[0].max()) for b in range(n)]
+    scan.open(np.array([sums[b].threshold(best[b]) for b in range(n)]))
+    left = np.array([scan.unopened(b) for b in range(n)])
+    won = [sums[b].winner(scan.scored(b), left[b]) for b in range(n)]
+    ids, value, threshold = (np.array(column) for column in zip(*won, strict=True))
+    return ids, value, threshold, left
 
 
 def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64) -> bool:
@@ -137,10 +166,3 @@ def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64) -> bool:
         if not inside.all():
             return False
     return True
-
-
-def _intervals(scan: Scan, b: int, g: float, kind: str, largest: float) -> tuple[I64, F64, F64, F64]:
-    ids, value, error = scan.scored(b)
-    alpha = sum_error(scan.spec.width, error / g * INFLATE, largest)
-    low, high = logit_interval(value, error + alpha, kind)
-    return ids, low, high, value

@@ -130,6 +130,8 @@ def accelerate(
     if index is None:
         index = _find_index(model, raw, calibration, tokenizer, threads, progress)
     head = CertifiedHead(index, raw, threads=threads, budget=budget, kernels=kernels, engine="torch")
+    if reference == "model":
+        head.largest_norm  # noqa: B018 (computed once, and not in the first step)
     restore(model)
     layer = _output_layer(model)
     stock: Any = type(model)
@@ -395,7 +397,8 @@ class Accelerated:
     def _keeps_bound(self, states: torch.Tensor) -> bool:
         """Whether the stock head's logits lie within the bound on its arithmetic. torch chooses its kernel by the
         shape and its settings, so this looks once for each, at every row of the first states that come with it."""
-        n = (len(states), states.stride(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+        strides = None if states.is_contiguous() else states.stride()  # of one state, that of its row says nothing
+        n = (len(states), strides, torch.get_num_threads(), torch.get_float32_matmul_precision())
         if n not in self._shapes:
             stock = nn.functional.linear(states[:, None], self.layer.weight)[:, 0].to(torch.float64).numpy()
             self._shapes[n] = keeps_bound(self.head.spec, self.head.kernels, as_states(states, states.shape[1]), stock)

@@ -29,9 +29,10 @@ I64 = NDArray[np.int64]
 class Cascade(Protocol):
     """A shadow bound and the weights it is about."""
 
-    def top_k(self, h: F64, k: int, spare: int, budget: int, race: Any = None) -> Any:
+    def top_k(self, h: F64, k: int, spare: int, budget: int, race: Any = None, margin: Any = None) -> Any:
         """All of `CertifiedHead._descend` in one call, see cpp/module.cpp; the reference has none. race: seeds (B,)
-        uint64, streams, positions (B,) int64 and temperatures (B,) float64, for the k first of races."""
+        uint64, streams, positions (B,) int64 and temperatures (B,) float64, for the k first of races. margin: how far
+        below the k-th rows are scored as well, a share of it and (B,) float64 in scores."""
 
     def ledger(self, h: F64) -> Any:
         """A ledger of states h (B, d), see cpp/ledger.hpp."""

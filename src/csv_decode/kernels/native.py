@@ -50,8 +50,10 @@ class NativeCascade:
     def __init__(self, cascade: Any, isa: str, team: Any) -> None:
         self._cascade, self._isa, self._team = cascade, isa, team
 
-    def top_k(self, h: NDArray[np.float64], k: int, spare: int, budget: int, race: Any = None) -> Any:
-        return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race)
+    def top_k(
+        self, h: NDArray[np.float64], k: int, spare: int, budget: int, race: Any = None, margin: Any = None
+    ) -> Any:
+        return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race, margin)
 
     def ledger(self, h: NDArray[np.float64]) -> Any:
         return _native.Ledger(self._cascade, self._isa, self._team, h)
