@@ -213,6 +213,12 @@ def test_masks_are_obeyed(model: LlamaModel) -> None:
     mask = np.arange(600) % 7 == 3
     run = model.generate("the of", 12, allowed=lambda tokens: mask).run()
     assert all(token % 7 == 3 for token in run.ids)
+    words = np.packbits(np.pad(mask, (0, -len(mask) % 32)), bitorder="little").view(np.int32)
+    banned = run.ids[0]
+    for form in (mask, words):  # the same with a ban on top
+        again = model.generate("the of", 12, allowed=lambda tokens, form=form: form, bias={banned: -np.inf}).run()
+        assert banned not in again.ids
+        assert all(token % 7 == 3 for token in again.ids)
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path, model: LlamaModel) -> None:

@@ -21,17 +21,19 @@ __all__ = ["NativeKernels", "ieee", "supported"]
 _ROW_TYPES = {kind: i for i, kind in enumerate(ROW_KINDS)}  # RowType of cpp/plane.hpp
 
 
-#: Where engines have the shared library that runs layers.
-_LIBRARIES = {"torch": "lib/libtorch_cpu.so", "llama_cpp": "lib/libggml-cpu*.so"}
+#: Where engines have the shared library that runs layers, under one of its names.
+_LIBRARIES = {"torch": "lib/libtorch_cpu.so", "llama_cpp": "lib/libggml-cpu*.so*"}
 
 
-def _library(engine: str | None) -> str | None:
-    """The path of the library of an engine that is loaded."""
+def _team(threads: int, engine: str | None) -> Any:
+    """The threads of an engine that is loaded, else our own."""
     module = None if engine is None else sys.modules.get(engine)
-    if engine is None or module is None or module.__file__ is None:
-        return None
-    found = sorted(Path(module.__file__).parent.glob(_LIBRARIES[engine]))
-    return str(found[0]) if found else None
+    if engine is not None and module is not None and module.__file__ is not None:
+        for path in sorted(Path(module.__file__).parent.glob(_LIBRARIES[engine])):
+            team = _native.Team(threads, str(path))
+            if team.shared:
+                return team
+    return _native.Team(threads, None)
 
 
 def ieee() -> bool:
@@ -67,7 +69,7 @@ class NativeKernels:
         self.name = isa
         self.threads = threads
         self.engine = None if engine is None else one_of("engine", engine, tuple(_LIBRARIES))
-        self._team = _native.Team(threads, _library(engine))
+        self._team = _team(threads, engine)
 
     def bind(self, plane: Plane, rho: NDArray[np.uint16], bias: NDArray[np.float32] | None) -> tuple[Any, int]:
         words = plane.words.reshape(-1, plane.words_per_row)

@@ -20,6 +20,7 @@ from ..index import Index
 from ..kernels import thread_count
 from ..models import ModelError
 from ..noise import gumbel
+from ..scan import allowed_bits, allowed_ids
 from ..spec import Array, flag, one_of, positive, whole
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
@@ -314,7 +315,8 @@ class _Choice:
     def _without(self, allowed: Array | None) -> NDArray[np.bool_]:
         """The mask less the tokens whose logit is changed."""
         rows = self.head.spec.n_rows
-        mask = np.ones(rows, bool) if allowed is None else np.array(allowed, bool)
+        bits = allowed_bits(allowed, 1, rows)[0]
+        mask = np.ones(rows, bool) if bits is None else np.isin(np.arange(rows), allowed_ids(bits, rows))
         mask[self.bans] = mask[self.biased] = False
         return mask
 
