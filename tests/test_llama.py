@@ -18,7 +18,8 @@ pytest.importorskip("llama_cpp")
 
 from csv_decode.llama import LlamaModel
 from csv_decode.llama.body import Vocabulary
-from csv_decode.llama.model import _look_up, _Text
+from csv_decode.llama.lookup import Lookup
+from csv_decode.llama.model import _Text
 from csv_decode.llama.stock import Stock
 
 from . import tiny_gguf
@@ -166,10 +167,27 @@ def test_text_holds_back_what_may_become_a_stop_string() -> None:
 
 
 def test_look_up() -> None:
-    assert _look_up([1, 2, 3, 4, 5, 1, 2, 3], 2) == [4, 5]
-    assert _look_up([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
-    assert _look_up([1, 2, 3], 4) == []
-    assert _look_up([1, 2, 3, 4], 4) == []
+    """A long match is tried far, a short one that keeps failing is not tried, and a loop goes round."""
+    text = list(range(40))
+    lookup = Lookup([*text, 99, *text[:12]])
+    assert lookup.draft(6) == text[12:18]
+    assert lookup.draft(0) == []
+    assert len(lookup.draft(100)) > 8
+    assert Lookup([1, 2, 3]).draft(9) == []
+    assert Lookup([]).draft(9) == []
+    loop = Lookup([7, 8, 9] * 8)
+    draft = loop.draft(20)
+    assert draft == ([7, 8, 9] * 7)[: len(draft)]
+    assert len(draft) > 6
+    wrong = Lookup([1, 2, 3])
+    for i in range(30):  # 1 2 occurs again and again, and goes on another way each time
+        for token in (1, 2, 100 + i):
+            wrong.add(token)
+    wrong.add(1)
+    wrong.add(2)
+    assert wrong.draft(9) == []
+    wrong.reset([*text, *text[:12]])
+    assert wrong.draft(3) == text[12:15]
 
 
 def test_chat_uses_the_template_of_the_file(model: LlamaModel, tmp_path: Path) -> None:

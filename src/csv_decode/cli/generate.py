@@ -50,6 +50,12 @@ def generate(
             help="auto (a .gguf file by llama.cpp where llama-cpp-python is installed), llama.cpp or transformers."
         ),
     ] = "auto",
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="auto: with llama.cpp, try several tokens at once where the text repeats itself, as many as pay; or off."
+        ),
+    ] = "auto",
     verbose: Verbose = False,
 ) -> None:
     """Generate text, each token with a proof, and report what it took.
@@ -71,7 +77,7 @@ def generate(
         raise typer.BadParameter(f"{', '.join(given)} go with --sample; without it decoding is greedy")
     if dense and (compare or index is not None):
         raise typer.BadParameter("--dense uses no index, so it goes with neither --compare nor --index")
-    from .llama import gguf_file, write
+    from .llama import gguf_file, speculation, write
 
     file = gguf_file(model, engine)
     if file is not None:
@@ -79,6 +85,7 @@ def generate(
             raise typer.BadParameter("--dense and --dtype are about transformers; add --engine transformers")
         if sample:
             given = {"temperature": 1.0, **given}
+        given["speculate"] = speculation(speculate)
         write(file, prompt, tokens, chat, given, seed, compare, index, threads, verbose)
         return
     opened = open_model(model, dtype, threads, verbose)

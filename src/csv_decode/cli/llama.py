@@ -12,7 +12,7 @@ import typer
 
 from .terminal import Bars, err, note, problem, show_facts, size, working
 
-__all__ = ["gguf_file", "write"]
+__all__ = ["gguf_file", "speculation", "write"]
 
 
 def gguf_file(model: str, engine: str) -> Path | None:
@@ -33,12 +33,19 @@ def gguf_file(model: str, engine: str) -> Path | None:
     return Path(model)
 
 
+def speculation(asked: str) -> bool:
+    """What --speculate says."""
+    if asked not in ("auto", "off"):
+        raise typer.BadParameter(f"--speculate is {asked!r}, expected auto or off")
+    return asked == "auto"
+
+
 def write(
     path: Path,
     prompts: list[str],
     tokens: int,
     chat: bool,
-    sampling: dict[str, Any],
+    options: dict[str, Any],
     seed: int | None,
     compare: bool,
     index: Path | None,
@@ -54,32 +61,33 @@ def write(
     with working(f"loading {path.name}"), Bars() as bars:
         given = None if index is None else load_index(index)
         model = LlamaModel(path, given, threads=threads, progress=bars, verbose=verbose)
-    warm = (sampling.get("temperature", 0.0), sampling.get("top_p", 1.0))
+    warm = (options.get("temperature", 0.0), options.get("top_p", 1.0))
     stock = Stock(path, model.context, model.threads, *warm) if compare else None
     ids = [
         model.chat([{"role": "user", "content": text}]) if chat else model.vocabulary.encode(text) for text in prompts
     ]
     mine = theirs = 0.0
-    count, certified, differ = 0, 0, 0
+    count, certified, differ, drafted, accepted = 0, 0, 0, 0, 0
     for i, (text, prompt) in enumerate(zip(prompts, ids, strict=True)):
         if i:
             sys.stdout.write("\n")
         if not chat:
             sys.stdout.write(text)
         started = time.perf_counter()
-        run = model.generate(prompt, tokens, seed=seed, **sampling)
+        run = model.generate(prompt, tokens, seed=seed, **options)
         for step in run:
             certified += step.certificate.certified
             sys.stdout.write(step.text)
             sys.stdout.flush()
         mine += time.perf_counter() - started
         count += len(run.ids)
+        drafted, accepted = drafted + run.drafted, accepted + run.accepted
         sys.stdout.write("\n")
         if stock is not None:
             started = time.perf_counter()
             other = list(stock.write(prompt, tokens))
             theirs += time.perf_counter() - started
-            if other != run.ids and not sampling:
+            if other != run.ids and not warm[0]:
                 differ += 1
                 at = next((t for t, (a, b) in enumerate(zip(run.ids, other, strict=False)) if a != b), len(other))
                 note(
@@ -95,9 +103,11 @@ def write(
             f"{size(total.bytes_read / max(total.states, 1))} a step, {total.bytes_ratio:.1%} of a bfloat16 head",
         ),
     ]
+    if drafted:
+        facts.append(("speculation", f"{accepted} of {drafted} drafted tokens were right"))
     if stock is not None:
         facts.append(("stock speed", f"{count / theirs:.1f} tokens/s, so this is {theirs / mine:.2f} times that"))
-        if not differ and not sampling:
+        if not differ and not warm[0]:
             facts.append(("stock tokens", "the same"))
     note("")
     show_facts(facts, err)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .common import Threads, Verbose
+from .llama import speculation
 from .terminal import Bars, note, problem, working
 
 __all__ = ["serve"]
@@ -27,6 +28,9 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer at most.")] = 4096,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 64,
     threads: Threads = None,
+    speculate: Annotated[
+        str, typer.Option(help="auto: try several tokens at once where a text repeats itself; or off.")
+    ] = "auto",
     verbose: Verbose = False,
 ) -> None:
     """Serve a .gguf model over HTTP, as OpenAI's clients speak: completions, chats, streams, log-probabilities.
@@ -49,6 +53,7 @@ def serve(
     from ..llama import LlamaModel
     from ..models import demo_file
 
+    ahead = speculation(speculate)
     path = demo_file() if model == "demo" else Path(model)
     with working(f"loading {path.name}"), Bars() as bars:
         loaded = LlamaModel(path, context=context, threads=threads, progress=bars, verbose=verbose)
@@ -56,7 +61,7 @@ def serve(
     if key is None and host not in ("127.0.0.1", "localhost", "::1"):
         problem(f"anyone who reaches {host} can use this server; set CSV_DECODE_API_KEY", "warning")
     called = name or ("demo" if model == "demo" else path.stem)
-    app = create_app(loaded, called, key, Limits(tokens=max_tokens, waiting=waiting))
+    app = create_app(loaded, called, key, Limits(tokens=max_tokens, waiting=waiting), ahead)
     note(f"{called} at http://{host}:{port}, {loaded.context} positions; the page is at /, metrics at /metrics")
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
     app.state.worker.close()

@@ -25,12 +25,11 @@ from ..spec import Array, flag, one_of, positive, whole
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
 from .files import open_gguf
+from .lookup import Lookup
 
 __all__ = ["Generation", "LlamaModel", "Step"]
 
 _CONTEXT = 4096
-_DRAFT = 8  # tokens drafted at most
-_MATCH = 3  # tokens that must have occurred before
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,8 @@ class LlamaModel:
         temperature: 0 is greedy search; above, tokens are drawn as `CertifiedHead.sample` says, with its top_k, top_p,
         min_p, seed and stream. order: "llama.cpp" takes the temperature last, behind top-k, top-p and min-p. stop:
         texts at which it ends; they are not part of the result. speculate: look up what followed the last tokens before
-        and check several at once; the ids are the same as without, except where llama.cpp rounds a batch differently.
+        and check several at once, where that pays by what was right so far; the ids are the same as without, except
+        where llama.cpp rounds a batch differently.
         bias: added to the logits of some tokens, minus infinity bans one; finite ones go with temperature alone.
         allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
         """
@@ -208,6 +208,7 @@ class LlamaModel:
     ) -> Iterator[Step]:
         text = _Text(stop)
         tokens, draft = list(prompt), list[int]()
+        lookup = Lookup(tokens) if speculate else None
         while out.finish is None:
             states = self._evaluate(tokens, draft)
             mask = None if allowed is None else allowed(tokens)
@@ -215,6 +216,8 @@ class LlamaModel:
             found, logits, certificates = choice(states, out.prompt_tokens + len(out.ids), mask)
             for i, token in enumerate(found.tolist()):
                 tokens.append(token)
+                if lookup:
+                    lookup.add(token)
                 out.ids.append(token)
                 if self.vocabulary.ends(token):
                     out.finish, shown = "stop", text.close()
@@ -230,11 +233,12 @@ class LlamaModel:
                 if out.finish is not None or i == len(draft) or draft[i] != token:
                     break
             if out.finish is None and len(tokens) >= self.context:
-                tokens, draft = self._shorten(tokens), []
+                tokens = self._shorten(tokens)
+                if lookup:
+                    lookup.reset(tokens)
                 if len(tokens) >= self.context:
                     out.finish = "length"
-            room = min(_DRAFT, max_tokens - len(out.ids) - 1, self.context - len(tokens) - 1)
-            draft = _look_up(tokens, room) if speculate and room > 0 else []
+            draft = lookup.draft(min(max_tokens - len(out.ids), self.context - len(tokens)) - 1) if lookup else []
             out.drafted += len(draft)
 
     def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
@@ -381,14 +385,3 @@ class _Text:
         rest = self._kept + self._decoder.decode(b"", final=True)
         self._kept = ""
         return rest
-
-
-def _look_up(tokens: list[int], room: int) -> list[int]:
-    """What followed the last tokens when they occurred last before."""
-    if len(tokens) <= _MATCH:
-        return []
-    tail = tokens[-_MATCH:]
-    for start in range(len(tokens) - _MATCH - 1, -1, -1):
-        if tokens[start : start + _MATCH] == tail:
-            return tokens[start + _MATCH : start + _MATCH + room]
-    return []

@@ -111,8 +111,11 @@ class _Choice:
     stream: int
 
 
-def create_app(model: LlamaModel, name: str, api_key: str | None = None, limits: Limits | None = None) -> FastAPI:
-    """The application. name: of the model, for clients. api_key: if set, /v1 and the page's data want it."""
+def create_app(
+    model: LlamaModel, name: str, api_key: str | None = None, limits: Limits | None = None, speculate: bool = False
+) -> FastAPI:
+    """The application. name: of the model, for clients. api_key: if set, /v1 and the page's data want it. speculate:
+    see `LlamaModel.generate`."""
     most = Limits() if limits is None else limits
     app = FastAPI(title="csv-decode", docs_url=None, redoc_url=None, openapi_url=None)
     worker, metrics, started = Worker(most.waiting), Metrics(), int(time.time())
@@ -192,6 +195,7 @@ def create_app(model: LlamaModel, name: str, api_key: str | None = None, limits:
             stream=choice.stream,
             stop=wanted.stops,
             bias=bias,
+            speculate=speculate,
         )
         before = time.perf_counter()
         for step in run:
