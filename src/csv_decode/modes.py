@@ -24,6 +24,8 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 _ROUNDS = 12
+#: Behind the best by so many times the temperature, a token may have too many rows before it to score them all at once.
+_NEAR = 4.0
 #: Relative error of a sum of exponentials beside that of its arguments: numpy's exp is within 4 ulp, and sums of up to
 #: 2^19 positive terms add pairwise to less than 64 ulp.
 _EXP = 2.0**-46
@@ -92,10 +94,10 @@ class Mass:
     """Sums of exponentials of one state, relative to its largest score found: e^((s - start) / t).
 
     scored: of the rows scored, within a factor 1 +- `error`. That of all other rows is from `rest_low` to `rest`, each
-    bounded alone, or with `joint` all of them together where that says more.
+    bounded alone, or with `joint` all of them together where that says more; unknown without `left`.
     """
 
-    def __init__(self, scan: Scan, b: int, t: float, joint: bool = False) -> None:
+    def __init__(self, scan: Scan, b: int, t: float, joint: bool = False, left: bool = True) -> None:
         self.scan, self.b, self.t = scan, b, t
         self._before: dict[int, NDArray[np.bool_]] = {}
         gap, start = self._read()
@@ -112,8 +114,11 @@ class Mass:
         self.scored = float(self.weights.sum())
         self.error = math.expm1(self._argument) + _EXP
         self.rate = _RATE / t
+        self.rest, self.rest_low = math.inf, 0.0
+        if not left:
+            return
         self.bins = scan.mass(b, self.start, self.rate)
-        self.rest, self.rest_low = float(self.bins.sum()), 0.0
+        self.rest = float(self.bins.sum())
         self._joint = self._tails() if joint and not scan.closed(b) else []
         if self._joint:
             self.rest = min(self.rest, float(sum(high[0] for high, _ in self._joint)) * (1 + 2.0**-50))
@@ -444,6 +449,9 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
 
     That it is needs no bound on all mass: the mass scored is less than all. So what is likely decides where to look.
     """
+    scan.leaders(b, 8)
+    if _leads(scan, b, t, token, top_p):
+        return True
     scan.leaders(b, 32)
     joint = False
     for more in range(_ROUNDS):
@@ -474,6 +482,21 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
     inside = _in_nucleus(mass, mass.at(token), top_p)
     assert inside is not None
     return inside
+
+
+def _leads(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
+    """Is a token that is not far behind the best in the nucleus, by the rows before it alone? Once all of these are
+    scored, their mass is known, and that of all rows is at least that of those scored. Most draws end here."""
+    ids, value, error = scan.scored(b)
+    at = int(np.nonzero(ids == token)[0][0])
+    if value.max() - value[at] > _NEAR * t:
+        return False
+    bars = np.full(len(scan), np.inf)
+    bars[b] = value[at] - error[at]
+    scan.open(bars)
+    mass = Mass(scan, b, t, left=False)
+    before = float(mass.weights[mass.before(mass.at(token))].sum()) * (1 + mass.error) * (1 + 2.0**-50)
+    return before < top_p * mass.low * (1 - 2.0**-50)
 
 
 def _draw_among(scan: Scan, b: int, noise: Noise, k: int, top_p: float, min_p: float, log_min_p: float) -> int:

@@ -52,9 +52,7 @@ def generate(
     ] = "auto",
     speculate: Annotated[
         str,
-        typer.Option(
-            help="auto: with llama.cpp, try several tokens at once where the text repeats itself, as many as pay; or off."
-        ),
+        typer.Option(help="auto: with llama.cpp, try several tokens at once where a text repeats itself; or off."),
     ] = "auto",
     verbose: Verbose = False,
 ) -> None:
