@@ -1,17 +1,24 @@
 # make demo   an exact, certified Gemma-3-270M in its own environment
 # make test   lint, types and the fast tests; make test SLOW=1 adds the real models and `make sanitize`;
-#             make test-llama adds llama.cpp
+#             make test-llama adds llama.cpp, and make llama installs it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard cpp/*)
 
-.PHONY: demo test test-llama sanitize soundness evidence clean
+.PHONY: demo llama test test-llama sanitize soundness evidence clean
 
 demo: $(VENV)/demo.ready
 	$(BIN)/csv-decode generate demo --compare -n 64 -p "The capital of France is" -p "def fibonacci(n):" \
 		-p "Question: What is 12 times 11? Answer:" -p "Es war einmal"
+	@if $(BIN)/python -c "import llama_cpp" 2> /dev/null; then \
+		echo; echo "The same file through llama.cpp, its own head and ours in turns:"; \
+		$(BIN)/csv-decode generate demo --engine llama.cpp --compare -n 64 -p "The capital of France is" -p "Es war einmal"; \
+	else echo "(with llama-cpp-python, 'make llama', this shows llama.cpp as well)"; fi
+
+# llama-cpp-python and the server; compiles llama.cpp, some minutes.
+llama: $(VENV)/llama.ready
 
 test: $(VENV)/test.ready
 	$(BIN)/ruff check .

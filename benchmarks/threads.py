@@ -9,9 +9,10 @@ parallel region for each. Our head answers decode states, one at a time, k = 1. 
     alone              call after call
     alone, paused      each call after a few milliseconds in one thread that also empty the cache
     in turns           the layers, then the head, and so on, in one thread: a decoding loop
+    in turns, shared   the same, with the head on the other's OpenMP threads (`CertifiedHead(engine=)`)
     at once            a Python thread for each, without a pause
 
-A pool that spins while it waits for work keeps cores from another. The head's threads sleep at once; OpenMP's spin
+A pool that spins while it waits for work keeps cores from another. The head's own threads sleep at once; OpenMP's spin
 for a while, unless OMP_WAIT_POLICY=PASSIVE. With llama-cpp-python, its loop is measured in place of torch's as well.
 """
 
@@ -130,13 +131,16 @@ def at_once(parts: list[Callable[[], None]], seconds: float) -> list[list[float]
     return times
 
 
-def measure(name: str, other: Callable[[], None], head: Callable[[], None], seconds: float) -> list[dict[str, Any]]:
-    """All cases of our head and one other loop."""
+def measure(
+    name: str, other: Callable[[], None], head: Callable[[], None], shared: Callable[[], None], seconds: float
+) -> list[dict[str, Any]]:
+    """All cases of our head and one other loop. shared: our head on the threads of the other."""
     sweep = Sweeper()
     found = {
         "alone": [turns([other], seconds)[0], turns([head], seconds)[0]],
         "alone, paused": [turns([sweep, other], seconds)[1], turns([sweep, head], seconds)[1]],
         "in turns": turns([other, head], 2 * seconds),
+        "in turns, shared": turns([other, shared], 2 * seconds),
         "at once": at_once([other, head], seconds),
     }
     return [
@@ -164,13 +168,16 @@ def main() -> int:
         source=loaded.source,
     )
     set_threads(args.threads)
-    head = ours(cd.CertifiedHead(index, spec, threads=args.threads), states)
-    figures = measure("torch", layers(args.megabytes), head, args.seconds)
+
+    def on(engine: str | None) -> Callable[[], None]:
+        return ours(cd.CertifiedHead(index, spec, threads=args.threads, engine=engine), states)
+
+    figures = measure("torch", layers(args.megabytes), on(None), on("torch"), args.seconds)
     other = llama(args.threads)
     if isinstance(other, str):
         console.print(other)
     else:
-        figures += measure("llama.cpp", other, head, args.seconds)
+        figures += measure("llama.cpp", other, on(None), on("llama_cpp"), args.seconds)
     table = Table("what", "case", "beside", "calls", title=f"{loaded.name}, {args.threads} threads each: ms a call")
     for name in ("mean", "p50", "p99"):
         table.add_column(name, justify="right")

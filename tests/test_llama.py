@@ -18,9 +18,9 @@ pytest.importorskip("llama_cpp")
 
 from csv_decode.llama import LlamaModel
 from csv_decode.llama.body import Vocabulary
-from csv_decode.llama.lookup import Lookup
-from csv_decode.llama.model import _Text
 from csv_decode.llama.stock import Stock
+from csv_decode.lookup import Lookup
+from csv_decode.writer import _Text
 
 from . import tiny_gguf
 

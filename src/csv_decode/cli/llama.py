@@ -12,19 +12,24 @@ import typer
 
 from .terminal import Bars, err, note, problem, show_facts, size, working
 
-__all__ = ["gguf_file", "speculation", "write"]
+__all__ = ["by_llama", "gguf_file", "speculation", "write"]
 
 
-def gguf_file(model: str, engine: str) -> Path | None:
-    """The .gguf file to run by llama.cpp, or None where transformers is to run the model."""
+def by_llama(model: str, engine: str) -> bool:
+    """Whether llama.cpp is to run the model, else transformers."""
     if engine not in ("auto", "llama.cpp", "transformers"):
         raise typer.BadParameter(f"--engine is {engine!r}, expected auto, llama.cpp or transformers")
     is_file = model == "demo" or Path(model).suffix.lower() == ".gguf"
-    if engine == "transformers":
-        return None
     if engine == "llama.cpp" and not is_file:
         raise typer.BadParameter(f"llama.cpp runs .gguf files, and {model} is none; leave --engine out")
-    if engine == "auto" and (model == "demo" or not is_file or importlib.util.find_spec("llama_cpp") is None):
+    if engine == "auto":
+        return is_file and importlib.util.find_spec("llama_cpp") is not None
+    return engine == "llama.cpp"
+
+
+def gguf_file(model: str, engine: str) -> Path | None:
+    """The .gguf file that `csv-decode generate` is to run by llama.cpp, or None. (The demo is about transformers.)"""
+    if not by_llama(model, engine) or (model == "demo" and engine == "auto"):
         return None
     if model == "demo":
         from ..models import demo_file

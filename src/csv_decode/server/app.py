@@ -23,8 +23,8 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..llama import LlamaModel, Step
 from ..models import ModelError
+from ..writer import Step, Writer
 from .metrics import Metrics
 from .schema import ChatRequest, CompletionRequest, Sampling
 from .worker import BusyError, Worker
@@ -112,10 +112,10 @@ class _Choice:
 
 
 def create_app(
-    model: LlamaModel, name: str, api_key: str | None = None, limits: Limits | None = None, speculate: bool = False
+    model: Writer, name: str, api_key: str | None = None, limits: Limits | None = None, speculate: bool = False
 ) -> FastAPI:
     """The application. name: of the model, for clients. api_key: if set, /v1 and the page's data want it. speculate:
-    see `LlamaModel.generate`."""
+    see `Writer.generate`."""
     most = Limits() if limits is None else limits
     app = FastAPI(title="csv-decode", docs_url=None, redoc_url=None, openapi_url=None)
     worker, metrics, started = Worker(most.waiting), Metrics(), int(time.time())
@@ -362,12 +362,12 @@ def _usage(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _token(model: LlamaModel, token: int) -> tuple[str, list[int]]:
+def _token(model: Writer, token: int) -> tuple[str, list[int]]:
     data = model.vocabulary.piece(token, special=True)
     return data.decode("utf-8", "replace"), list(data)
 
 
-def _logprobs(model: LlamaModel, step: Step, top: int) -> dict[str, Any]:
+def _logprobs(model: Writer, step: Step, top: int) -> dict[str, Any]:
     """True log-probabilities of the token and the most likely ones, each the middle of a certified interval."""
     ids = [step.token]
     if top:
@@ -381,7 +381,7 @@ def _logprobs(model: LlamaModel, step: Step, top: int) -> dict[str, Any]:
     return {**entries[0], "top_logprobs": entries[1:]}
 
 
-def _shown(model: LlamaModel, step: Step) -> dict[str, Any]:
+def _shown(model: Writer, step: Step) -> dict[str, Any]:
     """One step for the page: the token, the runners-up with exact logits, and what deciding took."""
     top = model.head.top_k(step.state, 6)
     proof = step.certificate
@@ -409,7 +409,7 @@ def _shown(model: LlamaModel, step: Step) -> dict[str, Any]:
 class _Shape:
     """Answers of completions and of chats."""
 
-    def __init__(self, model: LlamaModel, name: str, chat: bool) -> None:
+    def __init__(self, model: Writer, name: str, chat: bool) -> None:
         self.model, self.name, self.chat = model, name, chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
         self.created = int(time.time())
