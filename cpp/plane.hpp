@@ -92,7 +92,7 @@ struct Kernels {
   // The first index in [first, last) with !(values[i] <= bar), or last.
   int64_t (*next_above)(const float* values, int64_t first, int64_t last, float bar);
   // Writes the indices in [first, last) with !(values[i] <= bar) to `ids`, returns how many there are, and raises
-  // *dropped to the largest of the other values.
+  // *dropped to the largest of the other values. `ids` has room for last - first, all of which may be written.
   int64_t (*select)(const float* values, int64_t first, int64_t last, float bar, int64_t* ids, float* dropped);
   // See noise.inl.
   void (*noise)(const NoiseKey&, float temperature, int64_t first, int64_t n, float* extra);

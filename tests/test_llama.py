@@ -222,6 +222,8 @@ def test_the_command_line_runs_gguf_files_by_llama_cpp(tmp_path: Path, capsys: A
     assert run("--chat").stdout != plain.stdout
     assert "--engine is 'x'" in run("--engine", "x", status=2).stderr
     assert "--engine" in run("--dense", status=2).stderr
+    assert "--speculate is 'x'" in run("--speculate", "x", status=2).stderr
+    assert run("--speculate", "off").stdout == plain.stdout
     next((tmp_path / "cache" / "indexes").iterdir()).rename(index)
     assert run("--index", str(index)).stdout == plain.stdout
     assert not list((tmp_path / "cache" / "indexes").iterdir())  # none was built beside the one given
