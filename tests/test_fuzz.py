@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import csv_decode as cd
-from csv_decode.index.storage import FORMAT
+from csv_decode.index.storage import FORMAT, _checksum, _tensors
 
 from .conftest import make_head
 from .exactly import exact_logits, exact_top_k
@@ -110,6 +110,20 @@ def test_metadata_nested_deeply_is_refused(tmp_path: Path, made: tuple, depth: i
         cd.load_index(tmp_path / "x")
 
 
+def test_settings_are_an_object(tmp_path: Path, made: tuple) -> None:
+    """A list of pairs would become names that are numbers, and be saved as another index."""
+    weight, _, index = made
+    index.save(tmp_path / "x")
+    header, data = header_of((tmp_path / "x").read_bytes())
+    about = json.loads(header["__metadata__"][FORMAT])
+    about["head"]["settings"] = [[1, 2], [3, 4]]
+    about["sha256"] = _checksum(about["head"], _tensors(index))
+    header["__metadata__"][FORMAT] = json.dumps(about)
+    (tmp_path / "x").write_bytes(with_header(header, data))
+    with pytest.raises(cd.IndexFileError, match="settings is list, expected dict"):
+        cd.load_index(tmp_path / "x", weight)
+
+
 def test_tensors_of_a_file_are_aligned_whatever_stands_before_them(tmp_path: Path) -> None:
     weight, states = make_head(41, 9)  # an odd number of 16-bit row scales stands before a float32 transform
     index = cd.build_index(weight, states, seed=0, threads=1, guarantee="probabilistic")
@@ -132,6 +146,7 @@ def test_tensors_of_a_file_are_aligned_whatever_stands_before_them(tmp_path: Pat
         {"shape": (10**5000, 9)},
         {"n_rows": 40.0},
         {"settings": None},
+        {"settings": {1: 2}},
         {"centroid": ...},
         {"shadow": ...},
         {"shadow": {"delta": "1"}},

@@ -248,5 +248,5 @@ def _assemble(head: Any, tensors: Tensors) -> Index:
         row_ids=tensors.pop("row_ids", None),
         centroid=centroid,
         shadow=shadow,
-        settings=dict(head["settings"]),
+        settings=head["settings"],
     )
