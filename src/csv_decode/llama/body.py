@@ -148,7 +148,7 @@ class Body:
                     found = self._lib.llama_get_embeddings_ith(self._context, i - first)
                     if not found:
                         raise RuntimeError(f"llama.cpp gave no hidden state for input {i}")
-                    out[done] = np.ctypeslib.as_array(found, (self.width,))
+                    ctypes.memmove(out.ctypes.data + done * self.width * 4, found, self.width * 4)
                     done += 1
         return out
 
