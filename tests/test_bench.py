@@ -405,7 +405,7 @@ def threads_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_two_loops_are_timed_alone_in_turns_and_at_once(threads_benchmark: Any) -> None:
-    calls = {"other": 0, "head": 0}
+    calls = {"other": 0, "head": 0, "shared": 0}
 
     def call(name: str) -> Any:
         def work() -> None:
@@ -413,9 +413,11 @@ def test_two_loops_are_timed_alone_in_turns_and_at_once(threads_benchmark: Any) 
 
         return work
 
-    figures = threads_benchmark.measure("torch", call("other"), call("head"), seconds=0.01)
+    figures = threads_benchmark.measure("torch", call("other"), call("head"), call("shared"), seconds=0.01)
     assert [(f["what"], f["case"]) for f in figures] == [
-        (what, case) for what in ("torch", "csv-decode") for case in ("alone", "alone, paused", "in turns", "at once")
+        (what, case)
+        for what in ("torch", "csv-decode")
+        for case in ("alone", "alone, paused", "in turns", "in turns, shared", "at once")
     ]
     assert all(f["calls"] > 0 and set(f["ms"]) >= {"mean", "p50", "p99"} for f in figures)
     turns = [f["calls"] for f in figures if f["case"] == "in turns"]

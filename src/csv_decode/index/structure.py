@@ -37,7 +37,7 @@ def require_structure(index: Index) -> None:
     _typed("centroid", index.centroid, CentroidBound, optional=True)
     _typed("shadow", index.shadow, ShadowBound, optional=True)
     _typed("settings", index.settings, dict)
-    _require(all(type(name) is str for name in index.settings), "settings has a name that is no text")
+    _require(all(type(name) is str for name in index.settings), "settings has a name that is no text, expected strings")
     _require(index.centroid is not None or index.shadow is not None, "it holds no bound")
     _require((index.centroid is None) == (index.row_ids is None), "row_ids and centroids come together")
     if index.row_ids is not None:
