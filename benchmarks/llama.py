@@ -4,7 +4,7 @@
 
 greedy      five prompts; ours, stock, and the body alone, which is told the tokens (the ceiling)
 ahead       the same with speculation, which is what the command line does
-sampled     T = 0.8, top-p 0.95
+sampled     T = 0.8, top-p 0.95; sampled ahead: with speculation
 look-up     three prompts that ask for what they hold, with speculation
 exact       20 prompts: is every greedy id the exact argmax of its state over the dequantised head; where stock differs
 start       seconds to open the model with a cached index, beside llama.cpp's own load
@@ -143,6 +143,7 @@ def main() -> int:
         "greedy": lambda: speeds(model, stock, GREEDY, args.tokens),
         "ahead": lambda: speeds(model, stock, GREEDY, args.tokens, speculate=True),
         "sampled": lambda: speeds(model, warm, GREEDY, args.tokens, temperature=0.8, top_p=0.95),
+        "sampled ahead": lambda: speeds(model, warm, GREEDY, args.tokens, temperature=0.8, top_p=0.95, speculate=True),
         "look-up": lambda: speeds(model, stock, LOOK_UP, args.tokens, speculate=True),
     }
     table = Table("", "ours", "stock", "zero-cost head", "times stock", title=f"tokens a second, {path.name}")

@@ -140,9 +140,9 @@ class HuggingFaceVocabulary:
         self._ends = set(ends if isinstance(ends, list) else [ends] if ends is not None else [])
         self._special = set(tokenizer.all_special_ids)
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = "" if backend is None else json.dumps(json.loads(backend.to_str()).get("decoder"))
+        decoder = "" if backend is None else str(json.loads(backend.to_str()).get("decoder"))
         self._byte_level = "ByteLevel" in decoder
-        self._spaces = "\u2581" in decoder or "Metaspace" in decoder or "\\u2581" in decoder
+        self._spaces = "\u2581" in decoder or "Metaspace" in decoder
 
     def encode(self, text: str, begin: bool = True, special: bool = True) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=begin, verbose=False)["input_ids"]]
