@@ -89,6 +89,15 @@ double Scored::slack(size_t i) const {
   return noise.empty() ? error[i] : error[i] + kRelative * (std::fabs(value[i]) + std::fabs(noise[i]));
 }
 
+double kth_lower(const Scored& scored, int64_t k) {
+  if (static_cast<int64_t>(scored.ids.size()) < k) return -kInfinity;
+  std::vector<double> lower(scored.ids.size());
+  for (size_t i = 0; i < lower.size(); ++i) lower[i] = scored.lower(i);
+  auto at = lower.begin() + (k - 1);
+  std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
+  return *at;
+}
+
 void sort_if_clear(StepResult* step, int64_t k) {
   Scored& s = step->scored;
   step->rows_scored = static_cast<int64_t>(s.ids.size());
@@ -254,13 +263,7 @@ void Cascade::score(const Kernels& kernels, const Team& team, const double* h, c
     if (race)
       for (int64_t id : ids) scored.noise.push_back(race->temperature * gumbel(race->key, id));
   }
-  if (static_cast<int64_t>(scored.ids.size()) >= k) {
-    std::vector<double> lower(scored.ids.size());
-    for (size_t i = 0; i < lower.size(); ++i) lower[i] = scored.lower(i);
-    auto at = lower.begin() + (k - 1);
-    std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
-    out->threshold = *at;
-  }
+  out->threshold = kth_lower(scored, k);
 }
 
 // What plane 0 says of all rows; extra: bounds of the noise of a race, or null.

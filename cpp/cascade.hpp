@@ -53,6 +53,9 @@ struct Scored {
   double key(size_t i) const { return noise.empty() ? value[i] : value[i] + noise[i]; }
 };
 
+// The k-th largest lower end of the keys, -infinity where there are fewer.
+double kth_lower(const Scored& scored, int64_t k);
+
 struct StepResult {
   Scored scored;      // every row scored; only the k best, in order, once `sort_if_clear` has proved their order
   int64_t rows_scored;

@@ -224,21 +224,12 @@ std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double*
   return out;
 }
 
-// The k-th largest lower end of the keys scored, -infinity where there are fewer.
+// `kth_lower` of the rows scored.
 double Ledger::bar(const State& state, int64_t k, bool plain) const {
-  const Scored& scored = state.scored;
-  if (static_cast<int64_t>(scored.ids.size()) < k) return -kInfinity;
-  std::vector<double> lower(scored.ids.size());
-  for (size_t i = 0; i < lower.size(); ++i) {
-    lower[i] = scored.value[i] - scored.error[i];
-    if (plain || !state.extra) continue;
-    const double extra = state.race.temperature * gumbel(state.race.key, scored.ids[i]);
-    lower[i] = (scored.value[i] + extra) -
-               (scored.error[i] + 0x1p-50 * (std::fabs(scored.value[i]) + std::fabs(extra)));
-  }
-  auto at = lower.begin() + (k - 1);
-  std::nth_element(lower.begin(), at, lower.end(), [](double a, double b) { return a > b; });
-  return *at;
+  if (plain || !state.extra) return kth_lower(state.scored, k);
+  Scored raced = state.scored;
+  for (int64_t id : raced.ids) raced.noise.push_back(state.race.temperature * gumbel(state.race.key, id));
+  return kth_lower(raced, k);
 }
 
 std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bool plain) {

@@ -19,7 +19,10 @@ from .noise import gumbel
 from .scan import allowed_bits, allowed_ids
 from .spec import Array, flag, one_of, positive, whole
 
-__all__ = ["Generation", "Step", "Vocabulary", "Writer"]
+__all__ = ["CONTEXT", "Generation", "Step", "Vocabulary", "Writer", "shared_start"]
+
+#: Positions, where nothing else is asked for and the model has as many.
+CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Generation:
         for _ in self.steps:
             pass
         return self
+
+
+def shared_start(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts have in common from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class Vocabulary(Protocol):

@@ -18,12 +18,10 @@ from ..head import CertifiedHead
 from ..index import Index
 from ..models import LoadedModel, ModelError
 from ..spec import whole
-from ..writer import Writer
+from ..writer import CONTEXT, Writer, shared_start
 from .transformers import _check_transform, _find_index, _output_layer, head_spec
 
 __all__ = ["TransformersModel"]
-
-_CONTEXT = 4096
 
 
 class TransformersModel(Writer):
@@ -57,8 +55,8 @@ class TransformersModel(Writer):
         known = inspect.signature(model.forward).parameters  # transformers has renamed it
         self._cache_name = "cache" if "cache" in known else "past_key_values"
         self.vocabulary: HuggingFaceVocabulary = HuggingFaceVocabulary(loaded.tokenizer, model)
-        trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT
-        self.context = min(trained, _CONTEXT) if context is None else whole("context", context, 8, 2**24)
+        trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
+        self.context = min(trained, CONTEXT) if context is None else whole("context", context, 8, 2**24)
         if index is None:
             index = _find_index(model, spec, None, loaded.tokenizer, threads, progress)
         self.head = CertifiedHead(index, spec, threads=threads, engine="torch")
@@ -86,11 +84,7 @@ class TransformersModel(Writer):
 
     def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
         every = tokens + draft
-        same = 0
-        for mine, other in zip(self._held, every[: len(tokens) - 1], strict=False):
-            if mine != other:
-                break
-            same += 1
+        same = shared_start(self._held, every[: len(tokens) - 1])  # the last token always needs its state
         if same < len(self._held):
             if same and self._can_crop():
                 self._cache.crop(same - len(self._held))  # negative: so many are removed

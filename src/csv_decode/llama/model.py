@@ -16,14 +16,12 @@ from ..index import Index
 from ..kernels import thread_count
 from ..models import ModelError
 from ..spec import whole
-from ..writer import Writer
+from ..writer import CONTEXT, Writer, shared_start
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
 from .files import open_gguf
 
 __all__ = ["LlamaModel"]
-
-_CONTEXT = 4096
 
 
 class LlamaModel(Writer):
@@ -56,8 +54,8 @@ class LlamaModel(Writer):
             raise ModelError(
                 f"{parts.path.name} has {self.vocabulary.size} tokens but {parts.spec.n_rows} rows of its output layer"
             )
-        trained = parts.context or _CONTEXT
-        self.context = min(trained, _CONTEXT) if context is None else whole("context", context, 8, 2**24)
+        trained = parts.context or CONTEXT
+        self.context = min(trained, CONTEXT) if context is None else whole("context", context, 8, 2**24)
         if index is None:
             index = self._index(calibration_states, progress)
         self.head = CertifiedHead(index, parts.spec, threads=self.threads, engine="llama_cpp")
@@ -96,11 +94,7 @@ class LlamaModel(Writer):
     def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
         """States after the last token, and after each drafted one. What the body remembers is not computed again."""
         every = tokens + draft
-        same = 0
-        for mine, other in zip(self._held, every[: len(tokens) - 1], strict=False):
-            if mine != other:
-                break
-            same += 1
+        same = shared_start(self._held, every[: len(tokens) - 1])  # the last token always needs its state
         if same < len(self._held):
             self.body.drop(0, same)
         new = every[same:]
