@@ -57,8 +57,7 @@ def file_of(name: str) -> Path:
 
 def ceiling(model: LlamaModel, prompt: list[int], ids: list[int]) -> float:
     """Seconds of the body alone."""
-    model.body.drop(0)
-    model._held = []
+    model.forget()
     started = time.perf_counter()
     new, at = list(prompt), 0
     for token in ids:
@@ -70,19 +69,13 @@ def ceiling(model: LlamaModel, prompt: list[int], ids: list[int]) -> float:
     return seconds
 
 
-def fresh(model: LlamaModel) -> None:
-    """Forgets, so that every run reads its prompt."""
-    model.body.drop(0)
-    model._held = []
-
-
 def speeds(model: LlamaModel, stock: Stock, prompts: Any, tokens: int, **sampling: Any) -> dict[str, Any]:
     out: dict[str, list[float]] = {"ours": [], "stock": [], "zero": []}
     drafted = accepted = 0
     for i, text in enumerate(prompts):
         prompt = model.vocabulary.encode(text)
         for _ in range(2):  # the first round warms up
-            fresh(model)
+            model.forget()  # every run reads its prompt
             started = time.perf_counter()
             run = model.generate(prompt, tokens, seed=i, **sampling).run()
             ours = len(run.ids) / (time.perf_counter() - started)

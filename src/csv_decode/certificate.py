@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,9 @@ class Certificates:
 
     def __len__(self) -> int:
         return len(self.certified)
+
+    def __iter__(self) -> Iterator[Certificate]:
+        return (self[b] for b in range(len(self)))
 
     def __getitem__(self, b: int) -> Certificate:
         b = range(len(self))[operator.index(b)]

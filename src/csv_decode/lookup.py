@@ -71,17 +71,18 @@ class Lookup:
         place, length = self._match()
         return None if place < 0 else (self._tokens[place + 1], length)
 
-    def draft(self, room: int) -> list[int]:
-        """At most `room` tokens that probably come next, as many as pay."""
+    def draft(self, room: int, others: int = 0) -> list[int]:
+        """At most `room` tokens that probably come next, as many as pay in a step shared with so many other texts."""
         place, length = self._match()
         if place < 0:
             return []
-        come, likely, best, count = 1.0, 1.0, 1.0, 0
+        come, likely, count = 1.0 + others, 1.0, 0
+        best = come / (1 + _COST * others)
         for n in range(1, min(room, _MOST) + 1):
             at = _class(length + n - 1)
             likely *= self._right[at] / self._tried[at]
             come += likely
-            gain = come / (1 + _COST * n)
+            gain = come / (1 + _COST * (others + n))
             if gain > best:
                 best, count = gain, n
         out: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import secrets
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,16 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .certificate import Certificate
+from .choice import Choice, choose
+from .grammar import Grammar, Tokens
 from .head import CertifiedHead
 from .lookup import Lookup
-from .noise import gumbel
-from .scan import allowed_bits, allowed_ids
-from .spec import Array, flag, one_of, positive, whole
+from .spec import Array, flag, one_of, whole
 
-__all__ = ["CONTEXT", "Generation", "Step", "Vocabulary", "Writer", "shared_start"]
+__all__ = ["CONTEXT", "SEQUENCES", "Generation", "Step", "Vocabulary", "Writer", "shared_start"]
 
 #: Positions, where nothing else is asked for and the model has as many.
 CONTEXT = 4096
+#: Texts that are written together.
+SEQUENCES = 4
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,16 @@ class Step:
     state: NDArray[np.float32]
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
-    """What `Writer.generate` gives, step by step: iterate over it, or call `run`.
+    """A text that `Writer.generate` will write, step by step: iterate over it, or call `run`; with others at once:
+    `Writer.together`.
 
     finish: "stop" at a token that ends the text or at a stop string, "length" at max_tokens or the end of the context,
     None before. drafted, accepted: tokens of speculation.
     """
 
-    steps: Iterator[Step]
+    writer: Writer = field(repr=False)
     prompt_tokens: int
     seed: int
     ids: list[int] = field(default_factory=list)
@@ -53,19 +57,39 @@ class Generation:
     finish: str | None = None
     drafted: int = 0
     accepted: int = 0
+    _work: _Work | None = field(default=None, repr=False)
+    _steps: Iterator[Step] | None = field(default=None, repr=False)
 
     def __iter__(self) -> Iterator[Step]:
-        return self.steps
+        if self._steps is None:
+            self._steps = (step for _, step in self.writer.together([self]))
+        return self._steps
 
     def run(self) -> Generation:
         """To the end."""
-        for _ in self.steps:
+        for _ in self:
             pass
         return self
 
 
+@dataclass(eq=False)
+class _Work:
+    """What it takes to go on with a text. tokens: all so far, less what a full context has dropped. draft: tokens to
+    try behind them."""
+
+    tokens: list[int]
+    choice: Choice
+    text: _Text
+    max_tokens: int
+    lookup: Lookup | None
+    allowed: Callable[[list[int]], Array | None] | None
+    draft: list[int] = field(default_factory=list)
+
+
 def shared_start(a: list[int], b: list[int]) -> int:
     """How many tokens two texts have in common from the start."""
+    if a == b[: len(a)]:
+        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -85,14 +109,16 @@ class Vocabulary(Protocol):
 class Writer(ABC):
     """A model that goes on from texts: subclasses compute hidden states.
 
-    head: decides the tokens. vocabulary: its texts. context: positions. can_draft: whether states of drafted tokens
-    can be taken back.
+    head: decides the tokens. vocabulary: its texts. context: positions, for all texts at work together. sequences:
+    how many texts may be at work. can_draft: whether states of drafted tokens can be taken back.
     """
 
     head: CertifiedHead
     vocabulary: Vocabulary
     context: int
+    sequences = 1
     can_draft = True
+    _tokens_of_grammars: Tokens | None = None
 
     @abstractmethod
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -103,10 +129,15 @@ class Writer(ABC):
         """Frees what the model holds."""
 
     @abstractmethod
-    def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
-        """States (1 + len(draft), d) after the last token, and after each drafted one."""
+    def forget(self) -> None:
+        """Forgets all texts, so that each is read from its start."""
 
-    def _shorten(self, tokens: list[int]) -> list[int]:
+    @abstractmethod
+    def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
+        """For texts of (sequence, tokens, draft), the sequence a number below `sequences` that no other has: states
+        (1 + len(draft), d) after the last token, and after each drafted one."""
+
+    def _shorten(self, sequence: int, tokens: list[int]) -> list[int]:
         """Makes room in a full context; the list as it is, where that cannot be."""
         return tokens
 
@@ -131,6 +162,7 @@ class Writer(ABC):
         stop: Sequence[str] = (),
         speculate: bool = False,
         bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
         allowed: Callable[[list[int]], Array | None] | None = None,
     ) -> Generation:
         """Goes on from a text, or from token ids.
@@ -141,7 +173,8 @@ class Writer(ABC):
         and check several at once, where that pays by what was right so far; the ids are the same as without, except
         where llama.cpp rounds a batch differently.
         bias: added to the logits of some tokens, minus infinity bans one; finite ones go with temperature alone.
-        allowed: gives the mask of `CertifiedHead.top_k` for the tokens so far.
+        grammar: that the new text obeys; each token is the best, or drawn, of those that it allows. allowed: gives the
+        mask of `CertifiedHead.top_k` for the tokens so far. Neither goes with speculation, which is then left out.
         """
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
@@ -155,153 +188,109 @@ class Writer(ABC):
                 "context"
             )
         max_tokens = whole("max_tokens", max_tokens, 1, 2**31 - 1)
-        if temperature != 0:
-            temperature = positive("temperature", temperature)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop is {stop!r}, expected texts that are not empty")
         seed = secrets.randbits(63) if seed is None else whole("seed", seed, 0, 2**64 - 1)
-        speculate = flag("speculate", speculate) and self.can_draft and allowed is None
         last = one_of("order", order, ("transformers", "llama.cpp")) == "llama.cpp"
-        choice = _Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}), last)
-        out = Generation(iter(()), len(ids), seed)
-        out.steps = self._steps(out, ids, max_tokens, choice, stop, speculate, allowed)
-        return out
+        choice = Choice(self.head, temperature, top_k, top_p, min_p, seed, stream, dict(bias or {}), last)
+        if grammar is not None:
+            if allowed is not None:
+                raise ValueError("grammar and allowed are both masks; give one of them")
+            if self._tokens_of_grammars is None:
+                self._tokens_of_grammars = Tokens(self.vocabulary, self.head.spec.n_rows)
+            allowed = grammar.follow(self._tokens_of_grammars)
+        lookup = Lookup(ids) if flag("speculate", speculate) and self.can_draft and allowed is None else None
+        work = _Work(list(ids), choice, _Text(stop), max_tokens, lookup, allowed)
+        return Generation(self, len(ids), seed, _work=work)
 
-    def _steps(
-        self,
-        out: Generation,
-        prompt: list[int],
-        max_tokens: int,
-        choice: _Choice,
-        stop: tuple[str, ...],
-        speculate: bool,
-        allowed: Callable[[list[int]], Array | None] | None,
-    ) -> Iterator[Step]:
-        text = _Text(stop)
-        tokens, draft = list(prompt), list[int]()
-        lookup = Lookup(tokens) if speculate else None
-        while out.finish is None:
-            states = self._evaluate(tokens, draft)
-            mask = None if allowed is None else allowed(tokens)
-            # not len(tokens): a shifted context must not see the same noise twice
-            found, logits, certificates = choice(states, out.prompt_tokens + len(out.ids), mask)
-            for i, token in enumerate(found.tolist()):
-                tokens.append(token)
-                if lookup:
-                    lookup.add(token)
-                out.ids.append(token)
-                if self.vocabulary.ends(token):
-                    out.finish, shown = "stop", text.close()
-                else:
-                    shown, stopped = text.add(self.vocabulary.piece(token))
-                    if stopped:
-                        out.finish = "stop"
-                    elif len(out.ids) >= max_tokens:
-                        out.finish, shown = "length", shown + text.close()
-                out.text += shown
-                out.accepted += i < len(draft) and draft[i] == token
-                yield Step(token, shown, float(logits[i]), certificates[i], states[i])
-                if out.finish is not None or i == len(draft) or draft[i] != token:
+    def together(self, runs: Sequence[Generation]) -> Iterator[tuple[int, Step]]:
+        """The steps of several texts, each as (number of the text, step). At most `sequences` of them, and as many as
+        the context has room for, go through body and head together; the others wait for their turn.
+
+        The ids are those that each text has alone, except where llama.cpp rounds a batch differently.
+        """
+        waiting = deque[tuple[int, Generation, _Work]]()
+        for number, run in enumerate(runs):
+            if run.writer is not self or run._work is None:
+                raise ValueError(f"text {number} has been begun already, or belongs to another model")
+            waiting.append((number, run, run._work))
+            run._work = None
+        return self._together(waiting)
+
+    def _together(self, waiting: deque[tuple[int, Generation, _Work]]) -> Iterator[tuple[int, Step]]:
+        active: dict[int, tuple[int, Generation, _Work]] = {}  # by sequence, the oldest first
+        while active or waiting:
+            room = self.context - sum(len(work.tokens) + len(work.draft) for *_, work in active.values())
+            while room < 0 and len(active) > 1:  # the latest text waits again, and what it had is computed once more
+                _, late = active.popitem()
+                waiting.appendleft(late)
+                room += len(late[2].tokens) + len(late[2].draft)
+            while waiting and len(active) < self.sequences:
+                work = waiting[0][2]
+                length = len(work.tokens) + len(work.draft)
+                if active and length > room:
                     break
-            if out.finish is None and len(tokens) >= self.context:
-                tokens = self._shorten(tokens)
-                if lookup:
-                    lookup.reset(tokens)
-                if len(tokens) >= self.context:
-                    out.finish = "length"
-            draft = lookup.draft(min(max_tokens - len(out.ids), self.context - len(tokens)) - 1) if lookup else []
-            out.drafted += len(draft)
+                free = [sequence for sequence in range(self.sequences) if sequence not in active]
+                sequence = self._best_sequence(free, work.tokens)
+                active[sequence] = waiting.popleft()
+                room -= length
+            states = self._evaluate([(at, work.tokens, work.draft) for at, (_, _, work) in active.items()])
+            asked = [
+                # not len(tokens): a shifted context must not see the same noise twice
+                (work.choice, found, run.prompt_tokens + len(run.ids), work.allowed and work.allowed(work.tokens))
+                for (_, run, work), found in zip(active.values(), states, strict=True)
+            ]
+            chosen = choose(self.head, asked)
+            for (at, (number, run, work)), found, (ids, logits, certificates) in zip(
+                list(active.items()), states, chosen, strict=True
+            ):
+                for i, token in enumerate(ids.tolist()):
+                    shown = self._add(run, work, token)
+                    right = i < len(work.draft) and work.draft[i] == token
+                    run.accepted += right
+                    yield number, Step(token, shown, float(logits[i]), certificates[i], found[i])
+                    if run.finish is not None or not right:
+                        break
+                if run.finish is None:
+                    self._look_ahead(at, run, work, len(active) + len(waiting) - 1)
+                if run.finish is not None:
+                    del active[at]
 
+    def _best_sequence(self, free: list[int], tokens: list[int]) -> int:
+        """Which of some sequences a text had best be."""
+        return free[0]
 
-class _Choice:
-    """How a state becomes a token."""
+    def _add(self, run: Generation, work: _Work, token: int) -> str:
+        """One more token of a text; what it shows."""
+        work.tokens.append(token)
+        if work.lookup:
+            work.lookup.add(token)
+        run.ids.append(token)
+        if self.vocabulary.ends(token):
+            run.finish, shown = "stop", work.text.close()
+        else:
+            shown, stopped = work.text.add(self.vocabulary.piece(token))
+            if stopped:
+                run.finish = "stop"
+            elif len(run.ids) >= work.max_tokens:
+                run.finish, shown = "length", shown + work.text.close()
+        run.text += shown
+        return shown
 
-    def __init__(
-        self,
-        head: CertifiedHead,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        seed: int,
-        stream: int,
-        bias: dict[int, float],
-        temperature_last: bool,
-    ) -> None:
-        self.head, self.temperature = head, temperature
-        self.filters = (top_k, top_p, min_p)
-        self.filter_temperature = 1.0 if temperature_last else None
-        self.seed, self.stream = seed, whole("stream", stream, 0, 2**32 - 1)
-        rows = head.spec.n_rows
-        for token, value in bias.items():
-            whole("a token of bias", token, 0, rows - 1)
-            if not value < np.inf:
-                raise ValueError(f"bias of token {token} is {value}, expected a number or minus infinity")
-        self.bans = np.array([token for token, value in bias.items() if value == -np.inf], np.int64)
-        some = sorted((token, value) for token, value in bias.items() if value > -np.inf)
-        self.biased = np.array([token for token, _ in some], np.int64)
-        self.bias = np.array([value for _, value in some], np.float64)
-        if temperature and len(some) and self.filters != (0, 1.0, 0.0):
-            raise ValueError(
-                "bias goes with temperature alone, not with top_k, top_p or min_p; ban with minus infinity"
-            )
-        if len(self.bans) + len(some) >= rows:
-            raise ValueError("bias names every token; leave at least one out")
-
-    def __call__(
-        self, states: NDArray[np.float32], position: int, allowed: Array | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Any]:
-        """Ids (n,), logits and certificates for states at positions from this on."""
-        if len(self.bans) or len(self.biased):
-            allowed = self._without(allowed)
-        ids, logits, certificates = self._choose(states, position, allowed)
-        if len(self.biased):
-            ids, logits = self._with_biased(states, position, ids, logits)
-        return ids, logits, certificates
-
-    def _without(self, allowed: Array | None) -> NDArray[np.bool_]:
-        """The mask less the tokens whose logit is changed."""
-        rows = self.head.spec.n_rows
-        bits = allowed_bits(allowed, 1, rows)[0]
-        mask = np.ones(rows, bool) if bits is None else np.isin(np.arange(rows), allowed_ids(bits, rows))
-        mask[self.bans] = mask[self.biased] = False
-        return mask
-
-    def _with_biased(
-        self, states: NDArray[np.float32], position: int, ids: NDArray[np.int64], logits: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens with a bias against the winners among all others: exact scores of both, in float64."""
-        out, values = ids.copy(), logits.copy()
-        for i, state in enumerate(states):
-            every = np.append(self.biased, ids[i])
-            value = np.append(np.asarray(self.head.scores(state, self.biased[None]).logits)[0] + self.bias, logits[i])
-            key = value
-            if self.temperature:
-                key = value + self.temperature * gumbel(self.seed, self.stream, position + i, every)
-            best = int(np.lexsort((every, -key))[0])
-            out[i], values[i] = every[best], value[best]
-        return out, values
-
-    def _choose(
-        self, states: NDArray[np.float32], position: int, allowed: Array | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Any]:
-        if not self.temperature:
-            top = self.head.top_k(states, 1, allowed=allowed)
-            return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], top.certificates
-        positions = np.arange(position, position + len(states))
-        streams = np.full(len(states), self.stream)
-        draw = self.head.sample(
-            states,
-            self.temperature,
-            *self.filters,
-            seed=self.seed,
-            position=positions,
-            stream=streams,
-            allowed=allowed,
-            filter_temperature=self.filter_temperature,
-        )
-        return draw.ids, draw.logits, draw.certificates
+    def _look_ahead(self, sequence: int, run: Generation, work: _Work, others: int) -> None:
+        """Room for the next tokens of a text, and a draft of them."""
+        if len(work.tokens) >= self.context:
+            work.tokens = self._shorten(sequence, work.tokens)
+            if work.lookup:
+                work.lookup.reset(work.tokens)
+            if len(work.tokens) >= self.context:
+                run.finish = "length"
+                return
+        if work.lookup:
+            room = min(work.max_tokens - len(run.ids), self.context - len(work.tokens)) - 1
+            work.draft = work.lookup.draft(room, min(others, self.sequences - 1))
+            run.drafted += len(work.draft)
 
 
 class _Text:

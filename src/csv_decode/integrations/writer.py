@@ -60,14 +60,14 @@ class TransformersModel(Writer):
         if index is None:
             index = _find_index(model, spec, None, loaded.tokenizer, threads, progress)
         self.head = CertifiedHead(index, spec, threads=threads, engine="torch")
-        self._forget()
-        self._evaluate([0, 0], [])  # makes the layers of the cache
+        self.forget()
+        self._evaluate([(0, [0, 0], [])])  # makes the layers of the cache
         self.can_draft = self._can_crop()
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._cache = DynamicCache(config=self.model.config)
         self._held: list[int] = []  # tokens whose positions the cache has
 
@@ -82,14 +82,15 @@ class TransformersModel(Writer):
         found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
         return [int(token) for token in found]
 
-    def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
+    def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
+        _, tokens, draft = texts[0]  # one at a time: `sequences` is 1
         every = tokens + draft
         same = shared_start(self._held, every[: len(tokens) - 1])  # the last token always needs its state
         if same < len(self._held):
             if same and self._can_crop():
                 self._cache.crop(same - len(self._held))  # negative: so many are removed
             else:
-                self._forget()
+                self.forget()
                 same = 0
         new = torch.tensor([every[same:]])
         self._held = every[:same]
@@ -105,7 +106,7 @@ class TransformersModel(Writer):
         found = states[-1][0, -len(draft) - 1 :].float().numpy()
         if not np.isfinite(found).all():
             raise ModelError("the model gave a hidden state that is not finite")
-        return np.ascontiguousarray(found)
+        return [np.ascontiguousarray(found)]
 
 
 @contextmanager

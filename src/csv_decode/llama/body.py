@@ -69,7 +69,10 @@ class Vocabulary:
             count = -n
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """What a token stands for; special tokens stand for nothing unless `special`."""
+        """What a token stands for; special tokens stand for nothing unless `special`, nor do rows behind the last
+        token."""
+        if token >= self.size:
+            return b""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -80,7 +83,7 @@ class Vocabulary:
 
     def ends(self, token: int) -> bool:
         """Whether it ends the generation."""
-        return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+        return token < self.size and bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     def chat_template(self) -> str | None:
         found = self._lib.llama_model_chat_template(self._model, None)
@@ -171,6 +174,10 @@ class Body:
     def drop(self, sequence: int, start: int = 0, stop: int = -1) -> None:
         """Forgets positions from start on, up to stop (-1: all) of a sequence."""
         self._lib.llama_memory_seq_rm(self._memory, sequence, start, stop)
+
+    def copy(self, source: int, sequence: int, stop: int) -> None:
+        """Positions below stop of a sequence become another's too: they are shared, not computed again."""
+        self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, stop)
 
     def shift(self, sequence: int, start: int, by: int) -> None:
         """Moves the positions from start on."""

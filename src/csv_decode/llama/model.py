@@ -16,7 +16,7 @@ from ..index import Index
 from ..kernels import thread_count
 from ..models import ModelError
 from ..spec import whole
-from ..writer import CONTEXT, Writer, shared_start
+from ..writer import CONTEXT, SEQUENCES, Writer, shared_start
 from .body import Body, Vocabulary
 from .calibrate import collect_states, embed
 from .files import open_gguf
@@ -29,8 +29,9 @@ class LlamaModel(Writer):
 
     Args:
         path: of the file. index: of its head; None: from the cache, or calibrated and built now.
-        context: positions; None: 4096, or fewer where the model was trained for fewer.
-        threads: of llama.cpp and of the head, which take turns. progress: called as progress(stage, done, total).
+        context: positions, for all texts at work together; None: 4096, or fewer where the model was trained for fewer.
+        sequences: texts that may be at work together. threads: of llama.cpp and of the head, which take turns.
+        progress: called as progress(stage, done, total).
         verbose: show what llama.cpp prints.
 
     Raises ModelError for files that cannot be run so.
@@ -42,6 +43,7 @@ class LlamaModel(Writer):
         index: Index | None = None,
         *,
         context: int | None = None,
+        sequences: int = SEQUENCES,
         threads: int | None = None,
         calibration_states: int = DEFAULT_STATES,
         progress: Callable[[str, int, int], None] | None = None,
@@ -59,8 +61,9 @@ class LlamaModel(Writer):
         if index is None:
             index = self._index(calibration_states, progress)
         self.head = CertifiedHead(index, parts.spec, threads=self.threads, engine="llama_cpp")
-        self.body = Body(parts.body, parts.width, self.context, 1, self.threads, verbose=verbose)
-        self._held: list[int] = []  # tokens whose positions the body remembers
+        self.sequences = whole("sequences", sequences, 1, 64)
+        self.body = Body(parts.body, parts.width, self.context, self.sequences, self.threads, verbose=verbose)
+        self._held: list[list[int]] = [[] for _ in range(self.sequences)]  # tokens whose positions the body remembers
 
     def _index(self, count: int, progress: Callable[[str, int, int], None] | None) -> Index:
         found = newest_index(self.parts.spec, self.parts.source)
@@ -91,26 +94,90 @@ class LlamaModel(Writer):
         # a template usually writes the first token itself
         return self.vocabulary.encode(prompt, begin=not prompt.startswith(names[1]))
 
-    def _evaluate(self, tokens: list[int], draft: list[int]) -> NDArray[np.float32]:
-        """States after the last token, and after each drafted one. What the body remembers is not computed again."""
-        every = tokens + draft
-        same = shared_start(self._held, every[: len(tokens) - 1])  # the last token always needs its state
-        if same < len(self._held):
-            self.body.drop(0, same)
-        new = every[same:]
-        self._held = every[:same]
-        wanted = list(range(len(new) - len(draft) - 1, len(new)))
-        states = self.body.evaluate(embed(self.parts, new), list(range(same, len(every))), [0] * len(new), wanted)
-        self._held = every
+    def forget(self) -> None:
+        for sequence in range(self.sequences):
+            self._drop(sequence)
+
+    def _drop(self, sequence: int, start: int = 0) -> None:
+        self.body.drop(sequence, start)
+        del self._held[sequence][start:]
+
+    def _best_sequence(self, free: list[int], tokens: list[int]) -> int:
+        """The one that remembers most of a text, of equals the one that remembers least else."""
+        return max(free, key=lambda at: (shared_start(self._held[at], tokens), -len(self._held[at])))
+
+    def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
+        """What the body remembers is not computed again, and of texts that are the same so far only one."""
+        self._make_room(texts)
+        inputs, positions, sequences, wanted = list[int](), list[int](), list[int](), list[int]()
+        every = [tokens + draft for _, tokens, draft in texts]
+        model = [next(j for j in range(i + 1) if texts[j][1:] == texts[i][1:]) for i in range(len(texts))]
+        for i, (sequence, tokens, draft) in enumerate(texts):
+            if model[i] == i:
+                same = self._take_up(sequence, tokens)
+                new = every[i][same:]
+                inputs += new
+                positions += range(same, len(every[i]))
+                sequences += [sequence] * len(new)
+                wanted += range(len(inputs) - len(draft) - 1, len(inputs))
+        try:
+            found = self.body.evaluate(embed(self.parts, inputs), positions, sequences, wanted)
+        except RuntimeError:
+            self.forget()  # it may remember a part of them
+            raise
+        states = list[NDArray[np.float32]]()
+        first = 0
+        for i, (sequence, _, draft) in enumerate(texts):
+            if model[i] == i:
+                states.append(found[first : first + len(draft) + 1])
+                first += len(draft) + 1
+            else:
+                states.append(states[model[i]])
+                self._copy(texts[model[i]][0], sequence, len(every[i]))
+            self._held[sequence] = every[i]
         return states
 
-    def _shorten(self, tokens: list[int]) -> list[int]:
+    def _take_up(self, sequence: int, tokens: list[int]) -> int:
+        """How many of a text's tokens its sequence remembers, once it has taken over what others know of them. The last
+        token always needs its state."""
+        before = tokens[:-1]
+        same = shared_start(self._held[sequence], before)
+        if same < len(before):
+            shared = [shared_start(held, before) for held in self._held]
+            most = max(range(self.sequences), key=shared.__getitem__)
+            if shared[most] > same:
+                same = shared[most]
+                self._copy(most, sequence, same)
+        if same < len(self._held[sequence]):
+            self._drop(sequence, same)
+        return same
+
+    def _copy(self, source: int, sequence: int, count: int) -> None:
+        """The first positions of another sequence, in place of what this one remembers."""
+        self._drop(sequence)
+        self.body.copy(source, sequence, count)
+        self._held[sequence] = self._held[source][:count]
+
+    def _make_room(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> None:
+        """Forgets texts that are not at work, where there are not positions for all."""
+        active = {sequence for sequence, *_ in texts}
+        idle = sum(len(held) for at, held in enumerate(self._held) if at not in active)
+        if idle and idle + sum(len(tokens) + len(draft) for _, tokens, draft in texts) > self.context:
+            for sequence in range(self.sequences):
+                if sequence not in active:
+                    self._drop(sequence)
+
+    def _shorten(self, sequence: int, tokens: list[int]) -> list[int]:
         """Drops the older half of what is behind the first token, as llama.cpp's own programs do; the list as it is,
-        where the body cannot."""
+        where the body cannot. Positions that other texts share would move for them too, so these forget."""
         if not self.body.can_shift:
             return tokens
+        for other in range(self.sequences):
+            if other != sequence:
+                self._drop(other)
         gone = (len(tokens) - 1) // 2
-        self.body.drop(0, 1, 1 + gone)
-        self.body.shift(0, 1 + gone, -gone)
-        self._held = self._held[:1] + self._held[1 + gone :]
+        self.body.drop(sequence, 1, 1 + gone)
+        self.body.shift(sequence, 1 + gone, -gone)
+        held = self._held[sequence]
+        self._held[sequence] = held[:1] + held[1 + gone :]
         return tokens[:1] + tokens[1 + gone :]

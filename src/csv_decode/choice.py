@@ -1,0 +1,142 @@
+"""How states become tokens: the settings of a text, and one call of the head for all texts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .certificate import Certificate
+from .head import CertifiedHead
+from .noise import gumbel
+from .scan import allowed_bits
+from .spec import Array, positive, whole
+
+__all__ = ["Choice", "choose"]
+
+#: Ids (n,), exact logits (n,) and certificates of some states.
+Chosen = tuple[NDArray[np.int64], NDArray[np.float64], list[Certificate]]
+#: The settings of a text, states (n, d), the position of the first one, and a mask for all of them.
+Asked = tuple["Choice", NDArray[np.float32], int, Array | None]
+
+
+class Choice:
+    """What `Writer.generate` was told about its tokens."""
+
+    def __init__(
+        self,
+        head: CertifiedHead,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        stream: int,
+        bias: Mapping[int, float],
+        temperature_last: bool,
+    ) -> None:
+        self.temperature = positive("temperature", temperature) if temperature != 0 else 0.0
+        self.filters = (top_k, top_p, min_p)
+        self.filter_temperature = 1.0 if temperature_last else self.temperature
+        self.seed, self.stream = seed, whole("stream", stream, 0, 2**32 - 1)
+        rows = head.spec.n_rows
+        for token, value in bias.items():
+            whole("a token of bias", token, 0, rows - 1)
+            if not value < np.inf:
+                raise ValueError(f"bias of token {token} is {value}, expected a number or minus infinity")
+        some = sorted((token, value) for token, value in bias.items() if value > -np.inf)
+        self.biased = np.array([token for token, _ in some], np.int64)
+        self.bias = np.array([value for _, value in some], np.float64)
+        if self.temperature and len(some) and self.filters != (0, 1.0, 0.0):
+            raise ValueError(
+                "bias goes with temperature alone, not with top_k, top_p or min_p; ban with minus infinity"
+            )
+        if len(bias) >= rows:
+            raise ValueError("bias names every token; leave at least one out")
+        #: Tokens that the head is not to choose: those banned, and those whose logit is changed.
+        self.apart = np.array(sorted(bias), np.int64)
+
+    def mask(self, allowed: Array | None, rows: int) -> NDArray[np.uint32] | None:
+        """The mask as words, less the tokens apart; None allows all."""
+        bits = allowed_bits(allowed, 1, rows)[0]
+        if not len(self.apart):
+            return bits
+        bits = np.full(-(-rows // 32), 2**32 - 1, np.uint32) if bits is None else bits.copy()
+        np.bitwise_and.at(bits, self.apart // 32, ~(np.uint32(1) << (self.apart % 32).astype(np.uint32)))
+        return bits
+
+    def with_biased(self, head: CertifiedHead, states: NDArray[np.float32], position: int, found: Chosen) -> Chosen:
+        """The tokens with a bias against the winners among all others: exact scores of both, in float64."""
+        ids, logits, certificates = found
+        out, values = ids.copy(), logits.copy()
+        for i, state in enumerate(states):
+            every = np.append(self.biased, ids[i])
+            value = np.append(np.asarray(head.scores(state, self.biased[None]).logits)[0] + self.bias, logits[i])
+            key = value
+            if self.temperature:
+                key = value + self.temperature * gumbel(self.seed, self.stream, position + i, every)
+            best = int(np.lexsort((every, -key))[0])
+            out[i], values[i] = every[best], value[best]
+        return out, values, certificates
+
+
+def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
+    """Tokens of several texts. Greedy texts are one call of the head, sampled ones another."""
+    out = dict[int, Chosen]()
+    for greedy in (True, False):
+        numbers = [i for i, (choice, *_) in enumerate(texts) if (choice.temperature == 0) == greedy]
+        if not numbers:
+            continue
+        some = [texts[i] for i in numbers]
+        found = _best(head, some) if greedy else _draw(head, some)
+        first = 0
+        for i, (choice, states, position, _) in zip(numbers, some, strict=True):
+            part = slice(first, first + len(states))
+            mine = (found[0][part], found[1][part], found[2][part])
+            out[i] = choice.with_biased(head, states, position, mine) if len(choice.biased) else mine
+            first += len(states)
+    return [out[i] for i in range(len(texts))]
+
+
+def _states(texts: Sequence[Asked]) -> NDArray[np.float32]:
+    return texts[0][1] if len(texts) == 1 else np.concatenate([states for _, states, *_ in texts])
+
+
+def _masks(rows: int, texts: Sequence[Asked]) -> NDArray[np.uint32] | None:
+    """(n, V / 32) words for the states of all texts, or None."""
+    masks = [choice.mask(allowed, rows) for choice, _, _, allowed in texts]
+    if all(mask is None for mask in masks):
+        return None
+    full = np.full(-(-rows // 32), 2**32 - 1, np.uint32)
+    each = np.stack([full if mask is None else mask for mask in masks])
+    return np.repeat(each, [len(states) for _, states, *_ in texts], axis=0)
+
+
+def _best(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
+    top = head.top_k(_states(texts), 1, allowed=_masks(head.spec.n_rows, texts))
+    return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], list(top.certificates)
+
+
+def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
+    counts = [len(states) for _, states, *_ in texts]
+
+    def each(values: Sequence[Any], dtype: Any = None) -> Any:
+        """A value of each text, for each of its states."""
+        return values[0] if len(values) == 1 else np.repeat(np.array(values, dtype), counts)
+
+    choices = [choice for choice, *_ in texts]
+    draw = head.sample(
+        _states(texts),
+        each([choice.temperature for choice in choices]),
+        each([choice.filters[0] for choice in choices]),
+        each([choice.filters[1] for choice in choices]),
+        each([choice.filters[2] for choice in choices]),
+        seed=each([choice.seed for choice in choices], np.uint64),
+        position=np.concatenate([np.arange(at, at + len(states)) for _, states, at, _ in texts]),
+        stream=np.repeat([choice.stream for choice in choices], counts),
+        allowed=_masks(head.spec.n_rows, texts),
+        filter_temperature=each([choice.filter_temperature for choice in choices]),
+    )
+    return draw.ids, draw.logits, list(draw.certificates)
