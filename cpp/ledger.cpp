@@ -16,9 +16,22 @@ namespace {
 #include "noise.inl"
 
 constexpr int64_t kRange = 4096;  // rows of a task
+constexpr int64_t kLeaders = 16;  // of a race, found while plane 0 is read
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr double kRelative = 0x1p-50;  // bounds/rounding.py
+constexpr double kCoarse = 0x1p-30;    // modes.py
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+// Of (value, row), the `count` largest: larger first, then the smaller row.
+std::vector<int64_t> best_rows(std::vector<std::pair<float, int64_t>>* all, int64_t count) {
+  auto before = [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); };
+  const size_t keep = std::min(all->size(), static_cast<size_t>(count));
+  std::partial_sort(all->begin(), all->begin() + static_cast<std::ptrdiff_t>(keep), all->end(), before);
+  std::vector<int64_t> out(keep);
+  for (size_t i = 0; i < keep; ++i) out[i] = (*all)[i].second;
+  return out;
+}
 
 // Two bins for each power of two below 1; the first takes all above, the last all below.
 int bin_of(float peak) {
@@ -28,9 +41,32 @@ int bin_of(float peak) {
   return bin < 0 ? 0 : bin < kMassBins ? bin : kMassBins - 1;
 }
 
+// Is row `at` in the nucleus for sure, by the rows scored alone, which are all that may come before it? modes.py,
+// `_leads`, has the proof.
+bool in_nucleus(const Scored& scored, size_t at, const Nucleus& nucleus) {
+  const size_t n = scored.ids.size();
+  const double start = *std::max_element(scored.value.begin(), scored.value.end());
+  double total = 0, before = 0, argument = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const double weight = std::exp((scored.value[i] - start) / nucleus.t);
+    const double doubt = scored.error[i] + kRelative * (std::fabs(scored.value[i]) + std::fabs(start));
+    argument = std::max(argument, doubt / nucleus.t);
+    total += weight;
+    if (i == at) continue;
+    const double ahead = scored.value[i] - scored.value[at];
+    if (std::fabs(ahead) <= scored.error[i] + scored.error[at]) return false;
+    if (ahead > 0) before += weight;
+  }
+  if (!(argument <= kCoarse)) return false;
+  // exp is within a few ulp, n additions within n more
+  const double error = std::expm1(argument) + 0x1p-46 + static_cast<double>(n) * 0x1p-52;
+  return before * (1 + error) < nucleus.top_p * total * (1 - error);
+}
+
 }  // namespace
 
-Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states)
+Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states,
+               const Race* races)
     : cascade_(cascade),
       kernels_(kernels),
       team_(team),
@@ -51,10 +87,36 @@ Ledger::Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team,
   upper_ = scratch_->upper.data();
   level_.resize(size);
   if (first.empty()) return;
+  const size_t extra = static_cast<size_t>(n_rows_) * slot_.size();
+  if (races && scratch_->extra.size() < extra) scratch_->extra.resize(extra);
+  std::vector<size_t> raced;
+  for (size_t b = 0; races && b < slot_.size(); ++b) {
+    if (slot_[b] < 0 || !(races[b].temperature > 0)) continue;
+    states_[b].race = races[b];
+    states_[b].extra = scratch_->extra.data() + static_cast<int64_t>(b) * n_rows_;
+    raced.push_back(b);
+  }
+  std::vector<std::vector<std::pair<float, int64_t>>> looks(raced.size());
+  std::mutex mutex;
   parallel_ranges(team_, (n_rows_ + kInterleave - 1) / kInterleave, 64, [&](int64_t from, int64_t to) {
     kernels_.screen(cascade_.spec().planes[0].plane, first.data(), static_cast<int>(first.size()), nullptr, from, to,
                     centre_, upper_, n_rows_);
+    from *= kInterleave;
+    to = std::min(n_rows_, to * kInterleave);
+    std::vector<float> buffer(static_cast<size_t>(raced.empty() ? 0 : to - from));
+    std::vector<int64_t> found;
+    for (size_t i = 0; i < raced.size(); ++i) {
+      const State& state = states_[raced[i]];
+      kernels_.noise(state.race.key, raised(state.race.temperature), from, to - from, state.extra + from);
+      const float* values = keys(state, centre_ + slot_[raced[i]] * n_rows_, false, from, to - from, buffer.data());
+      found.clear();
+      top_values(kernels_, values, 0, to - from, kLeaders, &found);
+      std::lock_guard<std::mutex> lock(mutex);
+      for (int64_t row : found)
+        if (values[row] > kNothing) looks[i].emplace_back(values[row], from + row);
+    }
   });
+  for (size_t i = 0; i < raced.size(); ++i) states_[raced[i]].leaders = best_rows(&looks[i], kLeaders);
 }
 
 Ledger::~Ledger() { cascade_.give_back(std::move(scratch_)); }
@@ -85,20 +147,9 @@ float Ledger::key(const State& state, float value, int64_t row, bool noisy) {
   return value;
 }
 
-void Ledger::race(int b, const Race& race) {
-  State& state = states_[static_cast<size_t>(b)];
-  const size_t size = static_cast<size_t>(n_rows_) * slot_.size();
-  if (scratch_->extra.size() < size) scratch_->extra.resize(size);
-  state.race = race;
-  state.extra = scratch_->extra.data() + b * n_rows_;
-  state.highest = kUnknown;
-  ranges([&](int64_t, int64_t first, int64_t last) {
-    kernels_.noise(race.key, raised(race.temperature), first, last - first, state.extra + first);
-  });
-}
-
 void Ledger::allow(int b, const uint32_t* words) {
   states_[static_cast<size_t>(b)].highest = kUnknown;
+  states_[static_cast<size_t>(b)].leaders.clear();
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   ranges([&](int64_t, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i)
@@ -108,6 +159,8 @@ void Ledger::allow(int b, const uint32_t* words) {
 
 std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
   const State& state = states_[static_cast<size_t>(b)];
+  if (!plain && count <= static_cast<int64_t>(state.leaders.size()))
+    return {state.leaders.begin(), state.leaders.begin() + static_cast<std::ptrdiff_t>(count)};
   const float* centre = centre_ + slot_[static_cast<size_t>(b)] * n_rows_;
   std::vector<std::pair<float, int64_t>> all;
   std::mutex mutex;
@@ -120,12 +173,7 @@ std::vector<int64_t> Ledger::leaders(int b, int64_t count, bool plain) const {
     for (int64_t i : found)
       if (values[i] > kNothing) all.emplace_back(values[i], first + i);
   });
-  auto before = [](const auto& x, const auto& y) { return x.first > y.first || (x.first == y.first && x.second < y.second); };
-  const size_t keep = std::min(all.size(), static_cast<size_t>(count));
-  std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(keep), all.end(), before);
-  std::vector<int64_t> out(keep);
-  for (size_t i = 0; i < keep; ++i) out[i] = all[i].second;
-  return out;
+  return best_rows(&all, count);
 }
 
 void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* error) {
@@ -133,6 +181,7 @@ void Ledger::score(int b, const int64_t* ids, int64_t n, double* value, double* 
   score_rows(spec, kernels_, team_, h_.data() + b * spec.rows.width, ids, n, value, error);
   State& state = states_[static_cast<size_t>(b)];
   state.highest = kUnknown;
+  state.leaders.clear();
   state.scored.ids.insert(state.scored.ids.end(), ids, ids + n);
   state.scored.value.insert(state.scored.value.end(), value, value + n);
   state.scored.error.insert(state.scored.error.end(), error, error + n);
@@ -220,19 +269,67 @@ std::vector<Ledger::Reached> Ledger::reach(const double* bars, const double* exa
 std::vector<std::vector<int64_t>> Ledger::open(const double* bars, const double* exact, bool plain) {
   std::vector<std::vector<int64_t>> out;
   for (Reached& reached : reach(bars, exact, plain)) out.push_back(std::move(reached.rows));
-  for (State& state : states_) state.highest = kUnknown;
+  for (State& state : states_) {
+    state.highest = kUnknown;
+    state.leaders.clear();
+  }
   return out;
+}
+
+// The rows scored, with the noise of their race.
+Scored Ledger::raced(const State& state) const {
+  Scored raced = state.scored;
+  for (int64_t id : raced.ids) raced.noise.push_back(state.race.temperature * gumbel(state.race.key, id));
+  return raced;
 }
 
 // `kth_lower` of the rows scored.
 double Ledger::bar(const State& state, int64_t k, bool plain) const {
-  if (plain || !state.extra) return kth_lower(state.scored, k);
-  Scored raced = state.scored;
-  for (int64_t id : raced.ids) raced.noise.push_back(state.race.temperature * gumbel(state.race.key, id));
-  return kth_lower(raced, k);
+  return kth_lower(plain || !state.extra ? state.scored : raced(state), k);
 }
 
-std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bool plain) {
+// Looks whether the winner of each race is in its nucleus: scores every row that may come before it by score.
+void Ledger::settle(const Nucleus* nuclei, int64_t budget, std::vector<Top>* out) {
+  std::vector<double> bars(states_.size(), kInfinity);
+  for (size_t b = 0; b < states_.size(); ++b) {
+    const State& state = states_[b];
+    if (!state.extra || state.scored.ids.empty() || !(*out)[b].within_budget) continue;
+    const Scored scored = raced(state);
+    size_t first = 0;
+    for (size_t i = 1; i < scored.ids.size(); ++i)
+      if (scored.key(i) > scored.key(first)) first = i;
+    bool clear = true;
+    for (size_t i = 0; i < scored.ids.size(); ++i)
+      clear = clear && (i == first || scored.upper(i) < scored.lower(first));
+    if (!clear) continue;
+    (*out)[b].winner = static_cast<int64_t>(first);
+    if (nuclei[b].top_p >= 1) continue;
+    const double best = *std::max_element(scored.value.begin(), scored.value.end());
+    if (best - scored.value[first] <= nuclei[b].near)
+      bars[b] = scored.value[first] - scored.error[first];
+    else
+      (*out)[b].winner = -1;
+  }
+  std::vector<Reached> reached = reach(bars.data(), bars.data(), true);
+  for (size_t b = 0; b < states_.size(); ++b) {
+    if (!(bars[b] < kInfinity)) continue;
+    State& state = states_[b];
+    Top& top = (*out)[b];
+    const std::vector<int64_t>& rows = reached[b].rows;
+    const int64_t n = static_cast<int64_t>(rows.size());
+    if (static_cast<int64_t>(state.scored.ids.size()) + n <= budget) {
+      std::vector<double> value(rows.size()), error(rows.size());
+      const double highest = state.highest;
+      score(static_cast<int>(b), rows.data(), n, value.data(), error.data());
+      state.highest = highest;  // it has not risen
+      top.survivors += n;
+      top.floor = bars[b];
+    }
+    if (!(top.floor < kInfinity && in_nucleus(state.scored, static_cast<size_t>(top.winner), nuclei[b]))) top.winner = -1;
+  }
+}
+
+std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bool plain, const Nucleus* nuclei) {
   const size_t n_states = states_.size();
   std::vector<Top> out(n_states);
   std::vector<size_t> before(n_states);
@@ -277,16 +374,19 @@ std::vector<Top> Ledger::top(const int64_t* k, int64_t spare, int64_t budget, bo
       if (kept > 0) take(b, rows);
       if (noisy || !state.extra) state.highest = static_cast<double>(reached[b].dropped);
     }
-    const auto first = static_cast<std::ptrdiff_t>(before[b]);
-    const Scored& all = state.scored;
-    top.scored = {{all.ids.begin() + first, all.ids.end()},
-                  {all.value.begin() + first, all.value.end()},
-                  {all.error.begin() + first, all.error.end()}};
     top.bar = bars[b];
+  }
+  if (nuclei && !plain) settle(nuclei, budget, &out);
+  for (size_t b = 0; b < n_states; ++b) {
+    const auto first = static_cast<std::ptrdiff_t>(before[b]);
+    const Scored& all = states_[b].scored;
+    out[b].scored = {{all.ids.begin() + first, all.ids.end()},
+                     {all.value.begin() + first, all.value.end()},
+                     {all.error.begin() + first, all.error.end()},
+                     {}};
   }
   return out;
 }
-
 
 double Ledger::highest(int b) const {
   const State& state = states_[static_cast<size_t>(b)];
@@ -348,6 +448,7 @@ void Ledger::joint(int b, float from, float rate, double* out) const {
 
 std::vector<int64_t> Ledger::lift(int b, int level, int bins, float from, float rate) {
   states_[static_cast<size_t>(b)].highest = kUnknown;
+  states_[static_cast<size_t>(b)].leaders.clear();
   const auto& planes = cascade_.spec().planes;
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   const size_t next = static_cast<size_t>(level) + 1;

@@ -17,12 +17,22 @@ struct Top {
   double bar = 0;           // the k-th largest lower end of all keys scored, -infinity where there are fewer
   int64_t survivors = 0;    // rows that reached the last bar
   bool within_budget = true;  // false: those were not scored
+  int64_t winner = -1;  // of all rows scored, the number of the one that the race draws from its nucleus; -1: not clear
+  double floor = std::numeric_limits<double>::infinity();  // every row that may have a larger score is scored
+};
+
+// The rows that top-p leaves of a state: those before which less than top_p of the mass of exp(score / t) comes.
+struct Nucleus {
+  double near;  // a row may be so far behind the best for the rows before it to be worth scoring; below 0: none
+  double t, top_p;
 };
 
 class Ledger {
  public:
-  // Prepares the states h (n_states, width) and reads plane 0. The cascade must outlive the ledger.
-  Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states);
+  // Prepares the states h (n_states, width) and reads plane 0. The cascade must outlive the ledger. races: null, or one
+  // for each state, temperature 0: none; the keys of a state with a race are upper bounds of score + temperature *
+  // gumbel, else of the score.
+  Ledger(const Cascade& cascade, const Kernels& kernels, const Team& team, const double* h, int n_states, const Race* races);
   ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
@@ -33,8 +43,6 @@ class Ledger {
   double energy(int state) const { return prepared_[static_cast<size_t>(state)].energy; }
   int64_t rows_at(int state, int plane) const;  // rows that were refined by a plane
 
-  // From now on the keys of a state are upper bounds of score + temperature * gumbel, else of the score.
-  void race(int state, const Race& race);
   // Takes rows out whose bit (i % 32 of word i / 32) is 0.
   void allow(int state, const uint32_t* words);
   // `plain` below: without the noise, though a race is on.
@@ -44,8 +52,9 @@ class Ledger {
   void score(int state, const int64_t* ids, int64_t n, double* value, double* error);
   // Scores rows of every state with k[state] > 0 until no other can be among its k best; ties stay. The rows that look
   // best (k and at least `spare` more) give a bar, planes drop the rows below it, those that look best then raise it, and
-  // what still reaches it is scored, unless more than `budget` rows in all would be.
-  std::vector<Top> top(const int64_t* k, int64_t spare, int64_t budget, bool plain);
+  // what still reaches it is scored, unless more than `budget` rows in all would be. nuclei: null, or
+  // for k = 1 in races what else has to be known of each winner: the rows before it, by their score, are scored as well.
+  std::vector<Top> top(const int64_t* k, int64_t spare, int64_t budget, bool plain, const Nucleus* nuclei);
   // Refines until every row has a key below bars[state] or has met all planes; returns the rows whose key still reaches
   // exact[state] then, in rising order. A state whose bar is infinity is left as it is.
   std::vector<std::vector<int64_t>> open(const double* bars, const double* exact, bool plain);
@@ -64,6 +73,7 @@ class Ledger {
     float* extra = nullptr;  // bounds of the race's noise, null without one
     Race race{};
     std::vector<int64_t> rows_at;
+    std::vector<int64_t> leaders;  // the rows that look best in the race, until something is known of any row
     Scored scored;
     double highest = std::numeric_limits<double>::quiet_NaN();  // what `highest` says, NaN where it has to look
   };
@@ -79,7 +89,9 @@ class Ledger {
   const float* keys(const State& state, const float* values, bool plain, int64_t first, int64_t n, float* buffer) const;
   static float key(const State& state, float value, int64_t row, bool noisy);
   std::vector<Reached> reach(const double* bars, const double* exact, bool plain);
+  Scored raced(const State& state) const;
   double bar(const State& state, int64_t k, bool plain) const;
+  void settle(const Nucleus* nuclei, int64_t budget, std::vector<Top>* out);
 
   const Cascade& cascade_;
   const Kernels& kernels_;

@@ -301,6 +301,20 @@ Race race_key(uint64_t seed, int64_t stream, int64_t position, double temperatur
   return {noise_key(seed, static_cast<uint32_t>(stream), static_cast<uint32_t>(position)), temperature};
 }
 
+// Seeds, streams, positions and temperatures, one for each state.
+using Races = std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>;
+
+std::vector<Race> race_keys(const std::optional<Races>& races, size_t n_states, bool some) {
+  std::vector<Race> out;
+  if (!races) return out;
+  const auto& [seed, stream, position, temperature] = *races;
+  for (size_t n : {seed.shape(0), stream.shape(0), position.shape(0), temperature.shape(0)})
+    expect(n == n_states, "one race a state");
+  for (size_t b = 0; b < n_states; ++b)
+    out.push_back(some && temperature(b) == 0 ? Race{} : race_key(seed(b), stream(b), position(b), temperature(b)));
+  return out;
+}
+
 class BoundCascade {
  public:
   BoundCascade(std::vector<PlaneParts> planes, AnyRows rows, int type, std::optional<In<float, 1>> bias,
@@ -358,21 +372,14 @@ class BoundCascade {
   // seed, stream, position and temperature of each state make its k first of a race, with the values of their scores.
   // A margin, relative to the k-th and absolute for each state, is scored as well, and all that was scored is returned.
   nb::object scan(const std::string& isa, const Team& team, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
-                  std::optional<std::tuple<In<uint64_t, 1>, In<int64_t, 1>, In<int64_t, 1>, In<double, 1>>> race,
+                  std::optional<Races> race,
                   std::optional<std::tuple<double, In<double, 1>>> margin) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
     for (size_t i = 0; i < h.size(); ++i)
       if (!(std::fabs(h.data()[i]) <= std::numeric_limits<float>::max())) return nb::none();
-    std::vector<Race> races;
-    if (race) {
-      const auto& [seed, stream, position, temperature] = *race;
-      for (size_t n : {seed.shape(0), stream.shape(0), position.shape(0), temperature.shape(0)})
-        expect(n == h.shape(0), "one race a state");
-      for (size_t b = 0; b < h.shape(0); ++b)
-        races.push_back(race_key(seed(b), stream(b), position(b), temperature(b)));
-    }
+    const std::vector<Race> races = race_keys(race, h.shape(0), false);
     std::vector<Margin> margins;
     if (margin) {
       expect(std::get<1>(*margin).shape(0) == h.shape(0), "one margin a state");
@@ -419,14 +426,18 @@ class BoundCascade {
 // See ledger.hpp. One caller at a time.
 class BoundLedger {
  public:
-  BoundLedger(const BoundCascade& cascade, const std::string& isa, const Team& team, In<double, 2> h)
+  // Temperature 0 in `race`: the state has none.
+  BoundLedger(const BoundCascade& cascade, const std::string& isa, const Team& team, In<double, 2> h,
+              std::optional<Races> race)
       : n_rows_(cascade.n_rows()),
         n_states_(static_cast<int64_t>(h.shape(0))),
         n_planes_(static_cast<int64_t>(cascade.cascade().spec().planes.size())) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade.cascade().spec().rows.width, "rows and states differ in width");
+    const std::vector<Race> races = race_keys(race, h.shape(0), true);
     nb::gil_scoped_release release;
-    ledger_ = std::make_unique<Ledger>(cascade.cascade(), *kernels, team, h.data(), static_cast<int>(n_states_));
+    ledger_ = std::make_unique<Ledger>(cascade.cascade(), *kernels, team, h.data(), static_cast<int>(n_states_),
+                                       race ? races.data() : nullptr);
   }
 
   bool usable(int64_t b) const { return ledger_->usable(state(b)); }
@@ -435,13 +446,6 @@ class BoundLedger {
   int64_t rows_at(int64_t b, int64_t plane) const {
     expect(plane >= 0 && plane < n_planes_, "no such plane");
     return ledger_->rows_at(state(b), static_cast<int>(plane));
-  }
-
-  void race(int64_t b, uint64_t seed, uint32_t stream, uint32_t position, double temperature) {
-    const int at = live(b);
-    const Race race = race_key(seed, stream, position, temperature);
-    nb::gil_scoped_release release;
-    ledger_->race(at, race);
   }
 
   void allow(int64_t b, In<uint32_t, 1> words) {
@@ -485,18 +489,28 @@ class BoundLedger {
     return out;
   }
 
-  // For each state ids, values, errors, the bar, how many reached it and whether the budget allowed to score these.
-  nb::list top(In<int64_t, 1> k, int64_t spare, int64_t budget, bool plain) {
+  // For each state ids, values, errors, the bar, how many reached it, whether the budget allowed to score these, the
+  // number of the winner, and the score above which every row is scored. nuclei: near, t and top_p of each state.
+  nb::list top(In<int64_t, 1> k, int64_t spare, int64_t budget, bool plain,
+               std::optional<std::tuple<In<double, 1>, In<double, 1>, In<double, 1>>> nuclei) {
     expect(static_cast<int64_t>(k.shape(0)) == n_states_, "one k a state");
+    std::vector<Nucleus> each;
+    if (nuclei) {
+      const auto& [near, t, top_p] = *nuclei;
+      for (size_t n : {near.shape(0), t.shape(0), top_p.shape(0)})
+        expect(static_cast<int64_t>(n) == n_states_, "one nucleus a state");
+      for (size_t b = 0; b < near.shape(0); ++b) each.push_back({near(b), t(b), top_p(b)});
+    }
     std::vector<Top> found;
     {
       nb::gil_scoped_release release;
-      found = ledger_->top(k.data(), spare, budget, plain);
+      found = ledger_->top(k.data(), spare, budget, plain, nuclei ? each.data() : nullptr);
     }
     nb::list out;
     for (Top& top : found)
       out.append(nb::make_tuple(to_numpy(std::move(top.scored.ids)), to_numpy(std::move(top.scored.value)),
-                                to_numpy(std::move(top.scored.error)), top.bar, top.survivors, top.within_budget));
+                                to_numpy(std::move(top.scored.error)), top.bar, top.survivors, top.within_budget,
+                                top.winner, top.floor));
     return out;
   }
 
@@ -612,18 +626,17 @@ NB_MODULE(_native, m) {
       .def("scan", &BoundCascade::scan, "isa"_a, "team"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
            "race"_a.none(), "margin"_a.none());
   nb::class_<BoundLedger>(m, "Ledger")
-      .def(nb::init<const BoundCascade&, const std::string&, const Team&, In<double, 2>>(), "cascade"_a, "isa"_a, "team"_a,
-           "h"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<const BoundCascade&, const std::string&, const Team&, In<double, 2>, std::optional<Races>>(),
+           "cascade"_a, "isa"_a, "team"_a, "h"_a, "race"_a.none(), nb::keep_alive<1, 2>())
       .def("usable", &BoundLedger::usable, "state"_a)
       .def("vanishing", &BoundLedger::vanishing, "state"_a)
       .def("energy", &BoundLedger::energy, "state"_a)
       .def("rows_at", &BoundLedger::rows_at, "state"_a, "plane"_a)
-      .def("race", &BoundLedger::race, "state"_a, "seed"_a, "stream"_a, "position"_a, "temperature"_a)
       .def("allow", &BoundLedger::allow, "state"_a, "words"_a)
       .def("leaders", &BoundLedger::leaders, "state"_a, "count"_a, "plain"_a)
       .def("score", &BoundLedger::score, "state"_a, "ids"_a)
       .def("open", &BoundLedger::open, "bars"_a, "exact"_a, "plain"_a)
-      .def("top", &BoundLedger::top, "k"_a, "spare"_a, "budget"_a, "plain"_a)
+      .def("top", &BoundLedger::top, "k"_a, "spare"_a, "budget"_a, "plain"_a, "nuclei"_a.none())
       .def("highest", &BoundLedger::highest, "state"_a)
       .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a)
       .def("joint", &BoundLedger::joint, "state"_a, "from_"_a, "rate"_a)

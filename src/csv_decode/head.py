@@ -311,8 +311,10 @@ class CertifiedHead:
 
     def _scan_of(self, hidden: Array, allowed: Array | None) -> Scan:
         """A scan of the states, for every mode but plain top-k."""
+        return self._scan_states(as_states(hidden, self.spec.width), allowed)
+
+    def _scan_states(self, h: F64, allowed: Array | None, race: Any = None) -> Scan:
         require_ieee()
-        h = as_states(hidden, self.spec.width)
         ledger, why = None, None
         if self._small:
             why = "small head"
@@ -322,7 +324,7 @@ class CertifiedHead:
             why = "centroid bound"
         bits = allowed_bits(allowed, len(h), self.spec.n_rows)
         shadow = None if self.index is None else self.index.shadow
-        return Scan(self.spec, self.kernels, ledger, h, self.budget, bits, why, shadow)
+        return Scan(self.spec, self.kernels, ledger, h, self.budget, bits, why, shadow, race)
 
     def _allowed_top_k(self, scan: Scan, k: int, ties: bool) -> TopK:
         n = len(scan)
@@ -408,13 +410,19 @@ class CertifiedHead:
         if not hottest < 1e31:
             raise ValueError(f"temperature over scale is {hottest:g}, expected less than 1e31")
         parameters = (t, filters, ks, tops, mins, seeds, streams, positions)
+        race = (
+            seeds,
+            streams,
+            positions,
+            np.where(ks > 0, 0.0, t / self.spec.scale),
+        )  # top-k needs no noise of all rows
         if allowed is None and not ks.any() and (tops >= 1).all() and (mins <= 0).all():
-            found = self._race(h, (seeds, streams, positions, t / self.spec.scale))
+            found = self._race(h, race)
             if found is not None:
                 (winners, scores, _), certificates = found
                 self._note(certificates, time.perf_counter() - started)
                 return Draw(winners[:, 0], self.spec.finish(scores[:, 0]), *parameters, certificates)
-        scan = self._scan_of(h, allowed)
+        scan = self._scan_states(h, allowed, race)
         noise = [
             modes.Noise(
                 float(t[b]), self.spec.scale, int(seeds[b]), int(streams[b]), int(positions[b]), float(filters[b])
@@ -591,7 +599,7 @@ class CertifiedHead:
             raise ValueError(f"the states are no {self.spec.rows.kind} numbers, which the head is about")
         found = self._native_rounded(h)
         if found is None:
-            scan = self._scan_of(h, None)
+            scan = self._scan_states(h, None)
             ids, value, threshold, left = rounded_argmax(scan, self.largest_norm)
             certificates = scan.certificates("model_argmax", threshold, left, ids >= 0, self)
         else:

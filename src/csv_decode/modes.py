@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 _ROUNDS = 12
+#: Rows scored beside those wanted, for a first bar.
+_SPARE = 8
 #: Behind the best by so many times the temperature, a token may have too many rows before it to score them all at once.
 _NEAR = 4.0
 #: Relative error of a sum of exponentials beside that of its arguments: numpy's exp is within 4 ulp, and sums of up to
@@ -75,12 +78,11 @@ def _largest(lower: F64, k: int) -> float:
     return float(np.partition(lower, len(lower) - k)[len(lower) - k]) if len(lower) >= k else -math.inf
 
 
-def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = None, spare: int = 8) -> F64:
+def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = None) -> F64:
     """Scores rows until no other can be among the k[b] best of state b; returns (B,) lower bounds on the k-th best
     (infinity for the other states). Equality stays, so ties are never lost."""
-    wanted = np.zeros(len(scan), np.int64)
-    wanted[list(states)] = k[list(states)]
-    bars = scan.top(wanted, spare, plain=noise is None)
+    wanted = _wanted(scan, states, k)
+    bars, _ = scan.top(wanted, _SPARE, plain=noise is None)
     for b in np.nonzero(wanted)[0].tolist():
         if scan.closed(b):
             ids, value, error = scan.scored(b)
@@ -88,6 +90,13 @@ def top(scan: Scan, states: Iterable[int], k: I64, noise: list[Noise] | None = N
                 value, error, _ = noise[b].keys(ids, value, error)
             bars[b] = _largest(value - error, int(k[b]))
     return bars
+
+
+def _wanted(scan: Scan, states: Iterable[int], k: I64) -> I64:
+    """k of some states, 0 of the others."""
+    wanted = np.zeros(len(scan), np.int64)
+    wanted[list(states)] = k[list(states)]
+    return wanted
 
 
 class Mass:
@@ -115,14 +124,18 @@ class Mass:
         self.error = math.expm1(self._argument) + _EXP
         self.rate = _RATE / t
         self.rest, self.rest_low = math.inf, 0.0
-        if not left:
-            return
-        self.bins = scan.mass(b, self.start, self.rate)
-        self.rest = float(self.bins.sum())
-        self._joint = self._tails() if joint and not scan.closed(b) else []
-        if self._joint:
-            self.rest = min(self.rest, float(sum(high[0] for high, _ in self._joint)) * (1 + 2.0**-50))
-            self.rest_low = float(sum(low[0] for _, low in self._joint)) * (1 - 2.0**-50)
+        self.joint = joint and not scan.closed(b)
+        if self.joint:
+            self._levels = self._tails()
+            self.rest = float(sum(high[0] for high, _ in self._levels)) * (1 + 2.0**-50)
+            self.rest_low = float(sum(low[0] for _, low in self._levels)) * (1 - 2.0**-50)
+        elif left:
+            self.rest = float(self.bins.sum())
+
+    @cached_property
+    def bins(self) -> F64:
+        """(MASS_BINS,) bounds of the mass of the rows not scored, by the bounds of their scores."""
+        return self.scan.mass(self.b, self.start, self.rate)
 
     def _read(self) -> tuple[F64, float]:
         """How far the scores are below the largest, in units of t, and that one, from the rows scored.
@@ -166,29 +179,28 @@ class Mass:
         Or the first bins are bounded row by row, and the others together.
         """
         out = []
-        for level in range(self.scan.levels):
-            if not level:
-                sums = self.scan.joint(self.b, self.start, self.rate)
-                lengths = self.scan.spread(self.b) / self.t * (1 + 2.0**-50)
-            length = float(lengths[level])
-            alone = sums[level, :, 0] * (1 + 2.0**-30)
+        sums = self.scan.joint(self.b, self.start, self.rate)
+        lengths = self.scan.spread(self.b) / self.t * (1 + 2.0**-50)
+        for level, length in enumerate(lengths.tolist()):
+            alone = (sums[level, :, 0] * (1 + 2.0**-30)).tolist()
             likely, power = (np.append(np.cumsum(x[::-1])[::-1], 0.0) for x in sums[level, :, 1:3].T)
             peak = np.append(np.maximum.accumulate(sums[level, ::-1, 3])[::-1], 0.0)
             with np.errstate(over="ignore", invalid="ignore"):
                 sway = length * np.sqrt(power) * (1 + 2.0**-11)
-                high = (likely * (1 + 2.0**-11) + sway + peak * length**2) * (1 + 2.0**-40)
+                together = (likely * (1 + 2.0**-11) + sway + peak * length**2) * (1 + 2.0**-40)
                 low = np.maximum(likely * (1 - 2.0**-11) - self.scan.spec.n_rows * 2.0**-63 - sway, 0.0)
-            high[np.isnan(high)] = np.inf  # nothing times infinity
+            together[np.isnan(together)] = np.inf  # nothing times infinity
             low[~np.isfinite(likely + peak)] = 0.0
+            high = together.tolist()
             for bin_ in range(MASS_BINS - 1, -1, -1):
                 high[bin_] = min(high[bin_], alone[bin_] + high[bin_ + 1])
-            out.append((high, low))
+            out.append((np.array(high), low))
         return out
 
     def far(self, level: int, allowance: float, both: bool) -> int:
         """How many first bins of peaks of a level must be looked into for the others to have at most this mass; both:
         for their mass to be known within this."""
-        high, low = self._joint[level]
+        high, low = self._levels[level]
         return int(np.argmax((high - low if both else high) <= allowance))
 
     def before(self, at: int) -> NDArray[np.bool_]:
@@ -265,7 +277,7 @@ def shrink(scan: Scan, t: dict[int, float], goal: dict[int, float], both: bool =
             return masses
         if scan.levels:
             for b in open_:
-                masses[b] = _lift(scan, masses[b], goal[b], both)
+                masses[b] = _lift(scan, masses[b], goal[b] * (masses[b].floor if both else masses[b].low), both)
         else:
             masses.update(narrow(scan, {b: masses[b] for b in open_}, {b: goal[b] * masses[b].low for b in open_}))
     for b, mass in masses.items():
@@ -275,14 +287,14 @@ def shrink(scan: Scan, t: dict[int, float], goal: dict[int, float], both: bool =
     return masses
 
 
-def _lift(scan: Scan, mass: Mass, goal: float, both: bool) -> Mass:
-    """One round through the levels. A row costs more the further it comes, so most of the goal is spent on the last."""
+def _lift(scan: Scan, mass: Mass, allowance: float, both: bool) -> Mass:
+    """One round through the levels, until the rows left are as `Mass.far` says. A row costs more the further it comes,
+    so most of the allowance is spent on the last level."""
     b, share = mass.b, 3.0 ** np.arange(scan.levels)
     for level, part in enumerate((share / share.sum()).tolist()):
         if scan.closed(b):
             break
-        allowance = part * goal * (mass.floor if both else mass.low)
-        scan.lift(b, level, mass.far(level, allowance, both), mass.start, mass.rate)
+        scan.lift(b, level, mass.far(level, part * allowance, both), mass.start, mass.rate)
         mass = Mass(scan, b, mass.t, joint=True)
     return mass
 
@@ -361,12 +373,17 @@ def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log
                 threshold[b] = float((value - error).min())
             out[b] = _draw_among(scan, b, noise[b], int(top_k[b]), top_p[b], min_p[b], log_min_p[b])
     walk = [b for b in range(n) if top_k[b] <= 0]
-    for b in walk:
-        scan.race(b, noise[b].seed, noise[b].stream, noise[b].position, noise[b].t)
     count = np.ones(n, np.int64)
+    if walk:  # most draws end here
+        t = np.array([x.filter_t for x in noise])
+        bars, winners = scan.top(_wanted(scan, walk, count), _SPARE, plain=False, nuclei=(_NEAR * t, t, top_p))
+        for b in walk:
+            if winners[b] >= 0 and min_p[b] <= 0:
+                out[b], threshold[b], left[b] = winners[b], bars[b], scan.unopened(b)
+                count[b] = 0
+        walk = [b for b in walk if count[b]]
     decided: dict[tuple[int, int], bool] = {}
     while walk:
-        bars = top(scan, walk, count, noise)
         again = []
         for b in walk:
             found = _walk(scan, b, noise[b], int(count[b]), top_p[b], min_p[b], log_min_p[b], decided)
@@ -384,6 +401,8 @@ def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log
                 one = slice(found, found + 1)
                 key, key_error, _ = noise[b].keys(ids[one], value[one], error[one])
                 threshold[b], left[b] = float(key[0] - key_error[0]), scan.unopened(b)
+        if again:
+            top(scan, again, count, noise)
         walk = again
     return out, threshold, left
 
@@ -449,13 +468,12 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
 
     That it is needs no bound on all mass: the mass scored is less than all. So what is likely decides where to look.
     """
-    scan.leaders(b, 8)
     if _leads(scan, b, t, token, top_p):
         return True
-    scan.leaders(b, 32)
-    joint = False
+    if not scan.joined:
+        scan.leaders(b, 32)
+    mass = Mass(scan, b, t, joint=scan.joined)
     for more in range(_ROUNDS):
-        mass = Mass(scan, b, t, joint)
         at = mass.at(token)
         inside = _in_nucleus(mass, at, top_p)
         if inside is not None:
@@ -466,17 +484,18 @@ def _nucleus(scan: Scan, b: int, t: float, token: int, top_p: float) -> bool:
         if before < top_p * total:
             if mass.scored < (before / top_p + total) / 2:
                 scan.leaders(b, 64 << more)
-                continue
-            narrow(scan, {b: mass}, {b: max(top_p * mass.scored - low, 0.0) / 2}, {b: last})
-        elif low / top_p > mass.scored:
-            room = (low / top_p - mass.scored) / 2
-            if scan.levels:
-                _lift(scan, mass if joint else Mass(scan, b, t, joint=True), room / mass.low, both=False)
-                joint = True
             else:
-                narrow(scan, {b: mass}, {b: room})
-        else:
+                narrow(scan, {b: mass}, {b: max(top_p * mass.scored - low, 0.0) / 2}, {b: last})
+            mass = Mass(scan, b, t, mass.joint)
+        elif low / top_p <= mass.scored:
             scan.leaders(b, 64 << more)
+            mass = Mass(scan, b, t, mass.joint)
+        elif not scan.levels:
+            mass = narrow(scan, {b: mass}, {b: (low / top_p - mass.scored) / 2})[b]
+        elif mass.joint:
+            mass = _lift(scan, mass, max(before / top_p - total, (low / top_p - mass.scored) / 8) * 0.9, both=False)
+        else:
+            mass = Mass(scan, b, t, joint=True)
     scan.dense(b, "edge of the nucleus")
     mass = Mass(scan, b, t)
     inside = _in_nucleus(mass, mass.at(token), top_p)

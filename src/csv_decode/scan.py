@@ -1,7 +1,7 @@
 """What every decoding mode asks of a step: which rows to score, and what bounds the others.
 
 A `Scan` holds B states. For each of them some rows are *scored* (ids, values, errors), and all others have a *key*, an
-upper bound of their score, or of score + temperature * noise once `race` was called. Scoring more rows or reading
+upper bound of their score, or of score + temperature * noise where there is a race. Scoring more rows or reading
 more planes (`open`) only ever lowers keys, so a mode asks, decides, and asks for more while it cannot decide. The last
 resort is to score every row (`dense`), after which nothing is left to bound; all questions have their answer then.
 """
@@ -39,10 +39,10 @@ class Scan:
     """B states on their way to a decision.
 
     Args:
-        spec, kernels: of the head. open_ledger: gives the ledger of states (B, d) (`Kernels.cascade`), or None where
-            every state is dense; why: the reason for that; shadow: the bound that the ledger is about. h: (B, d)
+        spec, kernels: of the head. open_ledger: gives the ledger of states (B, d) and races (`Cascade.ledger`), or None
+            where every state is dense; why: the reason for that; shadow: the bound that the ledger is about. h: (B, d)
             states. budget: rows to score before a state goes dense. allowed: for each state None or bits (V / 32,), see
-            `allowed_bits`.
+            `allowed_bits`. race: for the ledger; a state with one has keys of score + temperature * noise.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Scan:
         allowed: list[U32 | None],
         why: str | None = None,
         shadow: ShadowBound | None = None,
+        race: Any = None,
     ) -> None:
         self.spec, self.kernels, self.h, self.budget = spec, kernels, h, budget
         self.allowed, self.shadow = allowed, shadow
@@ -66,10 +67,11 @@ class Scan:
         self._plane_rows: list[int] = []
         self._ledger: Any = None
         self._closed = np.zeros(n, bool)  # every row scored
+        self._floor = np.full(n, np.inf)  # every row that may have a larger score is scored
         few = [None if bits is None else allowed_ids(bits, spec.n_rows) for bits in allowed]
         small = [ids is not None and len(ids) <= FEW_ALLOWED for ids in few]
         if open_ledger is not None and not all(small):
-            self._ledger = open_ledger(h)
+            self._ledger = open_ledger(h, race)
         for b in range(n):
             if small[b]:
                 self._closed[b] = True
@@ -127,11 +129,6 @@ class Scan:
 
     # The rows that were not scored.
 
-    def race(self, b: int, seed: int, stream: int, position: int, temperature: float) -> None:
-        """Keys bound score + temperature * noise from now on."""
-        if not self._closed[b]:
-            self._ledger.race(b, seed, stream, position, temperature)
-
     def leaders(self, b: int, count: int, plain: bool = True) -> None:
         """Scores the `count` rows that look best; plain: by their score, not by the race."""
         if not self._closed[b]:
@@ -139,30 +136,39 @@ class Scan:
             if len(ids):
                 self._score(b, ids)
 
-    def top(self, k: I64, spare: int, plain: bool) -> F64:
+    def top(self, k: I64, spare: int, plain: bool, nuclei: tuple[F64, F64, F64] | None = None) -> tuple[F64, list[int]]:
         """Scores rows until no other can be among the k[b] > 0 best of state b (B,), by its score if plain, else by the
-        race, and returns lower bounds on the k-th best, where not every row is scored; see `Ledger::top`."""
+        race, and returns lower bounds on the k-th best, where not every row is scored.
+
+        nuclei: for the first of races, near, t and top_p of each state. Also returns for each state the position in
+        `scored` of the first, if that and that it is in its nucleus are proved, else -1; rows are scored for this where
+        it is at most near[b] behind the best score. See `Ledger::top`.
+        """
         bars = np.full(len(self), np.inf)
+        winners = [-1] * len(self)
         k = np.where(self._closed, 0, k)
         if not k.any():
-            return bars
-        for b, (ids, value, error, bar, survivors, within) in enumerate(self._ledger.top(k, spare, self.budget, plain)):
+            return bars, winners
+        found = self._ledger.top(k, spare, self.budget, plain, nuclei)
+        for b, (ids, value, error, bar, survivors, within, winner, floor) in enumerate(found):
             if k[b] <= 0:
                 continue
             if len(ids):
                 self._parts[b].append((np.asarray(ids), np.asarray(value), np.asarray(error)))
             bars[b] = bar
+            winners[b] = winner
+            self._floor[b] = min(self._floor[b], floor)
             if within:
                 self.survivors[b] += survivors
             else:
                 self.dense(b, "budget")
-        return bars
+        return bars, winners
 
     def open(self, bars: F64, exact: F64 | None = None, plain: bool = True) -> None:
         """Refines every row of state b whose key reaches bars[b], and scores it if it still reaches exact[b] (default:
         the same bar) after the last plane. Infinity leaves a state as it is. plain: keys are those of the score."""
         exact = bars if exact is None else exact
-        bars = np.where(self._closed, np.inf, bars)
+        bars = np.where(self._closed | ((bars >= self._floor) & plain), np.inf, bars)
         if self._ledger is None or not (bars < np.inf).any():
             return
         for b, rows in enumerate(self._ledger.open(bars, np.maximum(exact, bars), plain)):
@@ -192,6 +198,11 @@ class Scan:
     def levels(self) -> int:
         """How many planes there are, 0 where nothing bounds all rows together."""
         return 0 if self._ledger is None or self.shadow is None else len(self.shadow.moments or ())
+
+    @property
+    def joined(self) -> bool:
+        """Whether something was asked of all rows together already."""
+        return self._spread is not None
 
     def spread(self, b: int) -> F64:
         """(levels,) lengths of the errors of all rows' centres, see `ShadowBound.spread`."""

@@ -34,8 +34,8 @@ class Cascade(Protocol):
         uint64, streams, positions (B,) int64 and temperatures (B,) float64, for the k first of races. margin: how far
         below the k-th rows are scored as well, a share of it and (B,) float64 in scores."""
 
-    def ledger(self, h: F64) -> Any:
-        """A ledger of states h (B, d), see cpp/ledger.hpp."""
+    def ledger(self, h: F64, race: Any = None) -> Any:
+        """A ledger of states h (B, d), see cpp/ledger.hpp. race: as for `top_k`; temperature 0: the state has none."""
 
 
 class Kernels(Protocol):

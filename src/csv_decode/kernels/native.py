@@ -57,8 +57,8 @@ class NativeCascade:
     ) -> Any:
         return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race, margin)
 
-    def ledger(self, h: NDArray[np.float64]) -> Any:
-        return _native.Ledger(self._cascade, self._isa, self._team, h)
+    def ledger(self, h: NDArray[np.float64], race: Any = None) -> Any:
+        return _native.Ledger(self._cascade, self._isa, self._team, h, race)
 
 
 class NativeKernels:

@@ -126,14 +126,14 @@ class ReferenceCascade:
     def top_k(self, *_: Any) -> Any:
         raise NotImplementedError  # the head walks the planes itself
 
-    def ledger(self, h: F64) -> ReferenceLedger:
-        return ReferenceLedger(self, h)
+    def ledger(self, h: F64, race: Any = None) -> ReferenceLedger:
+        return ReferenceLedger(self, h, race)
 
 
 class ReferenceLedger:
     """cpp/ledger.hpp in numpy. Keys are float64 sums with noise that is exact, so they are a little tighter."""
 
-    def __init__(self, cascade: ReferenceCascade, h: F64) -> None:
+    def __init__(self, cascade: ReferenceCascade, h: F64, race: Any) -> None:
         self._cascade, self._h = cascade, h
         self._states, self._energy = cascade.bound.prepare(cascade.kernels, h, cascade.sigma)
         self._vanishing = np.abs(h).max(axis=1) < SMALLEST_STATE
@@ -144,6 +144,11 @@ class ReferenceLedger:
         self._rows_at = np.zeros((len(h), len(cascade.planes)), np.int64)
         self._raced = np.zeros(len(h), bool)
         self._scored = [[(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))] for _ in h]
+        for b, (seed, stream, position, temperature) in enumerate(zip(*race, strict=True) if race else ()):
+            if temperature > 0 and self.usable(b):
+                noise = gumbel(int(seed), int(stream), int(position), np.arange(self._centre.shape[1]))
+                self._extra[b] = float(temperature) * noise
+                self._raced[b] = True
 
     def usable(self, b: int) -> bool:
         return bool(self._finite[b] and not self._vanishing[b])
@@ -156,10 +161,6 @@ class ReferenceLedger:
 
     def rows_at(self, b: int, plane: int) -> int:
         return int(self._rows_at[b, plane])
-
-    def race(self, b: int, seed: int, stream: int, position: int, temperature: float) -> None:
-        self._extra[b] = temperature * gumbel(seed, stream, position, np.arange(self._centre.shape[1]))
-        self._raced[b] = True
 
     def allow(self, b: int, words: NDArray[np.uint32]) -> None:
         allowed = np.unpackbits(words.view(np.uint8), count=self._centre.shape[1], bitorder="little")
@@ -198,11 +199,13 @@ class ReferenceLedger:
             value = value + extra
         return float(np.partition(value - error, len(ids) - k)[len(ids) - k])
 
-    def top(self, k: I64, spare: int, budget: int, plain: bool) -> list[tuple[I64, F64, F64, float, int, bool]]:
+    def top(
+        self, k: I64, spare: int, budget: int, plain: bool, nuclei: tuple[F64, F64, F64] | None
+    ) -> list[tuple[I64, F64, F64, float, int, bool, int, float]]:
         out = []
         for b in range(len(self._h)):
             count, before = int(k[b]), len(self._scored[b])
-            bar, survivors, within = np.inf, 0, True
+            bar, survivors, within, winner, floor = np.inf, 0, True, -1, np.inf
             if count > 0 and self.usable(b):
                 self.score(b, self.leaders(b, count + max(spare, count), plain))
                 bars = np.full(len(self._h), np.inf)
@@ -217,11 +220,46 @@ class ReferenceLedger:
                 if within:
                     self.score(b, rows)
                     bar = self._bar(b, count, plain)
+                    if nuclei is not None and self._raced[b] and not plain:
+                        near, t, top_p = (float(column[b]) for column in nuclei)
+                        winner, more, floor = self._settle(b, near, t, top_p, budget)
+                        survivors += more
             ids, value, error = (
                 np.concatenate(column) for column in zip(*self._scored[b][:1], *self._scored[b][before:], strict=True)
             )
-            out.append((ids, value, error, bar, survivors, within))
+            out.append((ids, value, error, bar, survivors, within, winner, floor))
         return out
+
+    def _settle(self, b: int, near: float, t: float, top_p: float, budget: int) -> tuple[int, int, float]:
+        def scored() -> tuple[I64, F64, F64]:
+            return tuple(np.concatenate(column) for column in zip(*self._scored[b], strict=True))  # type: ignore
+
+        ids, value, error = scored()
+        extra = self._extra[b, ids]
+        first = int(np.argmax(value + extra))
+        slack = error + RELATIVE * (np.abs(value) + np.abs(extra))
+        others = np.arange(len(ids)) != first
+        if not ((value + extra + slack)[others] < (value + extra - slack)[first]).all():
+            return -1, 0, np.inf
+        if top_p >= 1:
+            return first, 0, np.inf
+        if not value.max() - value[first] <= near:
+            return -1, 0, np.inf
+        bars = np.full(len(self._h), np.inf)
+        bars[b] = value[first] - error[first]
+        rows = self.open(bars, bars, True)[b]
+        if len(rows) + len(ids) > budget:
+            return -1, 0, np.inf
+        self.score(b, rows)
+        ids, value, error = scored()
+        doubt = float((error + RELATIVE * (np.abs(value) + abs(value.max()))).max() / t)
+        ahead = np.delete(value - value[first], first)
+        if doubt > 2.0**-30 or (np.abs(ahead) <= np.delete(error + error[first], first)).any():
+            return -1, len(rows), float(bars[b])
+        weights = np.exp((value - value.max()) / t)
+        before, off = float(weights[value > value[first]].sum()), np.expm1(doubt) + 2.0**-46 + len(ids) * 2.0**-52
+        inside = before * (1 + off) < top_p * float(weights.sum()) * (1 - off)
+        return first if inside else -1, len(rows), float(bars[b])
 
     def open(self, bars: F64, exact: F64, plain: bool) -> list[I64]:
         cascade, out = self._cascade, []
