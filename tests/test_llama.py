@@ -223,6 +223,10 @@ def test_the_command_line_runs_gguf_files_by_llama_cpp(tmp_path: Path, capsys: A
     assert "--engine is 'x'" in run("--engine", "x", status=2).stderr
     assert "--engine" in run("--dense", status=2).stderr
     assert "--speculate is 'x'" in run("--speculate", "x", status=2).stderr
+    (tmp_path / "answer.gbnf").write_text('root ::= "yes" | "no"')
+    assert run("--grammar", str(tmp_path / "answer.gbnf"), "--sample").stdout.strip().endswith(("yes", "no"))
+    assert "give one of them" in run("--grammar", "a", "--json-schema", "b", status=2).stderr
+    assert "No such file" in run("--grammar", str(tmp_path / "nothing"), status=1).stderr
     assert run("--speculate", "off").stdout == plain.stdout
     next((tmp_path / "cache" / "indexes").iterdir()).rename(index)
     assert run("--index", str(index)).stdout == plain.stdout

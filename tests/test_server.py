@@ -124,6 +124,71 @@ def test_streams_give_the_same_text(client: Any) -> None:
     assert "".join(p.choices[0].delta.content or "" for p in parts) == text
 
 
+def test_choices_are_written_together(server: Server, client: Any) -> None:
+    """Chunks of several choices come in turns, each begins as choices do, and they make the texts of one answer."""
+    chat: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "the of"}],
+        "max_tokens": 9,
+        "seed": 1,
+        "n": 3,
+    }
+    whole = [choice.message.content for choice in client.chat.completions.create(**chat).choices]
+    texts, order = ["", "", ""], []
+    for part in client.chat.completions.create(**chat, stream=True):
+        choice = part.choices[0]
+        if choice.delta.role == "assistant":
+            assert choice.index not in order
+        order.append(choice.index)
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == whole
+    assert order != sorted(order)
+    logs = post(server, "/v1/completions", prompt="the of", max_tokens=4, n=2, logprobs=1, seed=1).json()
+    assert [len(choice["logprobs"]["tokens"]) for choice in logs["choices"]] == [4, 4]
+
+
+def test_texts_obey_grammars(server: Server, client: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    chat: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 40,
+        "seed": 1,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for choice in client.chat.completions.create(**chat, response_format=form, n=3).choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(json.loads(choice.message.content)["ok"], bool)
+    text = client.chat.completions.create(**chat, response_format={"type": "json_object"}).choices[0].message.content
+    assert text.startswith("{")
+    plain = client.chat.completions.create(**chat, response_format={"type": "text"}).choices[0].message.content
+    assert plain == client.chat.completions.create(**chat).choices[0].message.content
+
+    def asked(**body: Any) -> Any:
+        return post(server, "/v1/completions", prompt="a", max_tokens=30, seed=2, **body).json()
+
+    assert asked(grammar='root ::= "yes" | "no"')["choices"][0]["text"] in ("yes", "no")
+    assert json.loads(asked(json_schema=schema)["choices"][0]["text"]).keys() == {"ok"}
+    for body, said in (
+        ({"grammar": "root ::= foo"}, "Rule 'foo' not found"),
+        ({"grammar": 'root ::= "yes"', "json_schema": schema}, "give one of them"),
+        ({"json_schema": {"type": "strange"}}, "the JSON schema is not understood"),
+        ({"response_format": {"type": "json_schema"}}, "response_format has no json_schema.schema"),
+        ({"response_format": {"type": "strange"}}, "response_format.type"),
+    ):
+        for more in ({}, {"stream": True}):
+            answer = post(server, "/v1/completions", prompt="a", **body, **more)
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+
+
 def test_raw_streams_end_with_done(server: Server) -> None:
     answer = post(server, "/v1/completions", prompt="a", max_tokens=3, stream=True, temperature=0)
     events = answer.text.strip().split("\n\n")

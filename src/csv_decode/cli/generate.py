@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -54,6 +55,13 @@ def generate(
         str,
         typer.Option(help="auto: with llama.cpp, try several tokens at once where a text repeats itself; or off."),
     ] = "auto",
+    grammar: Annotated[
+        Path | None,
+        typer.Option(help="With llama.cpp: a file with a grammar (GBNF, or Lark's syntax) that the text obeys."),
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="With llama.cpp: a file with a JSON schema that the text obeys.")
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Generate text, each token with a proof, and report what it took.
@@ -68,14 +76,16 @@ def generate(
     - `csv-decode generate demo -p "Once upon a time" --sample --temperature 0.8 --top-k 40 --seed 1`
 
     - `csv-decode generate model.gguf -p "Once upon a time" --compare`
+
+    - `csv-decode generate model.gguf -p "A person, as JSON:" --json-schema person.json`
     """
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if given and not sample:
         raise typer.BadParameter(f"{', '.join(given)} go with --sample; without it decoding is greedy")
     if dense and (compare or index is not None):
         raise typer.BadParameter("--dense uses no index, so it goes with neither --compare nor --index")
-    from .llama import gguf_file, speculation, write
+    from .llama import gguf_file, read_grammar, speculation, write
 
     file = gguf_file(model, engine)
     if file is not None:
@@ -84,8 +94,11 @@ def generate(
         if sample:
             given = {"temperature": 1.0, **given}
         given["speculate"] = speculation(speculate)
+        given["grammar"] = read_grammar(grammar, json_schema)
         write(file, prompt, tokens, chat, given, seed, compare, index, threads, verbose)
         return
+    if grammar is not None or json_schema is not None:
+        raise typer.BadParameter("--grammar and --json-schema go with .gguf files that llama.cpp runs")
     opened = open_model(model, dtype, threads, verbose)
     if opened.tokenizer is None:
         raise ValueError(f"{opened.loaded.name} has no tokenizer, so it can neither read a prompt nor show its text")

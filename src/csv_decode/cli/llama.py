@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 
+from ..grammar import Grammar
 from .terminal import Bars, err, note, problem, show_facts, size, working
 
-__all__ = ["by_llama", "gguf_file", "speculation", "write"]
+__all__ = ["by_llama", "gguf_file", "read_grammar", "speculation", "write"]
 
 
 def by_llama(model: str, engine: str) -> bool:
@@ -43,6 +44,15 @@ def speculation(asked: str) -> bool:
     if asked not in ("auto", "off"):
         raise typer.BadParameter(f"--speculate is {asked!r}, expected auto or off")
     return asked == "auto"
+
+
+def read_grammar(grammar: Path | None, json_schema: Path | None) -> Grammar | None:
+    """What --grammar or --json-schema names."""
+    if grammar is not None and json_schema is not None:
+        raise typer.BadParameter("--grammar and --json-schema each say what the text is to be; give one of them")
+    if grammar is not None:
+        return Grammar.gbnf(grammar.read_text(encoding="utf-8"))
+    return None if json_schema is None else Grammar.json_schema(json_schema.read_text(encoding="utf-8"))
 
 
 def write(

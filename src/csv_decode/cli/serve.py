@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..writer import Writer
+from ..writer import SEQUENCES, Writer
 from .common import Dtype, Threads, Verbose
 from .llama import by_llama, speculation
 from .terminal import Bars, note, problem, working
@@ -33,6 +33,9 @@ def serve(
     context: Annotated[int | None, typer.Option(min=8, help="Positions.", show_default="4096 or the model's")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer at most.")] = 4096,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 64,
+    parallel: Annotated[
+        int, typer.Option(min=1, max=64, help="Choices of a request that llama.cpp writes at the same time.")
+    ] = SEQUENCES,
     threads: Threads = None,
     dtype: Dtype = "float32",
     engine: Annotated[
@@ -73,7 +76,9 @@ def serve(
             from ..llama import LlamaModel
 
             path = demo_file() if model == "demo" else Path(model)
-            loaded = LlamaModel(path, context=context, threads=threads, progress=bars, verbose=verbose)
+            loaded = LlamaModel(
+                path, context=context, sequences=parallel, threads=threads, progress=bars, verbose=verbose
+            )
         else:
             from ..integrations.writer import TransformersModel
             from ..models import load_model

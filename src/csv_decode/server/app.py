@@ -181,28 +181,34 @@ def create_app(
                 400, f"{len(wanted.stops)} stop strings, at most {most.stops} here", "invalid_value", "stop"
             )
 
-    def write(wanted: Sampling, choice: _Choice, tokens: int, seed: int, top: int | None) -> Iterator[Any]:
-        """(choice, step, logprobs) for each token, then (choice, finish reason, None)."""
+    def write(wanted: Sampling, choices: list[_Choice], tokens: int, seed: int, top: int | None) -> Iterator[Any]:
+        """(choice, step, logprobs) for each token of each choice, and behind its last (choice, finish reason, None)."""
         bias = {token: -np.inf if value <= -100 else value for token, value in (wanted.logit_bias or {}).items()}
-        run = model.generate(
-            choice.prompt,
-            tokens,
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            top_p=wanted.top_p,
-            min_p=wanted.min_p,
-            seed=seed,
-            stream=choice.stream,
-            stop=wanted.stops,
-            bias=bias,
-            speculate=speculate,
-        )
+        grammar = wanted.obeys()
+        runs = [
+            model.generate(
+                choice.prompt,
+                tokens,
+                temperature=wanted.temperature,
+                top_k=wanted.top_k,
+                top_p=wanted.top_p,
+                min_p=wanted.min_p,
+                seed=seed,
+                stream=choice.stream,
+                stop=wanted.stops,
+                bias=bias,
+                grammar=grammar,
+                speculate=speculate,
+            )
+            for choice in choices
+        ]
         before = time.perf_counter()
-        for step in run:
+        for number, step in model.together(runs):
             metrics.step(step.certificate, time.perf_counter() - before)
-            yield choice, step, None if top is None else _logprobs(model, step, top)
+            yield choices[number], step, None if top is None else _logprobs(model, step, top)
+            if runs[number].finish is not None:
+                yield choices[number], runs[number].finish, None
             before = time.perf_counter()
-        yield choice, run.finish, None
 
     def prepare(
         wanted: Sampling, prompts: list[list[int]], tokens: int | None, top: int | None
@@ -235,8 +241,7 @@ def create_app(
         ]
 
         def work() -> Iterator[Any]:
-            for choice in choices:
-                yield from write(wanted, choice, count, seed, top)
+            return write(wanted, choices, count, seed, top)
 
         return work, sum(len(prompt) for prompt in prompts)
 
@@ -261,10 +266,12 @@ def create_app(
             async def events() -> AsyncIterator[str]:
                 usage, result = 0, first
                 try:
-                    for head in shape.first():
-                        yield _event(head)
+                    begun = set[int]()
                     while True:
                         choice, step, logprobs = result
+                        if shape.chat and choice.index not in begun:
+                            begun.add(choice.index)
+                            yield _event(shape.first(choice.index))
                         usage += isinstance(step, Step)
                         yield _event(shape.chunk(choice.index, step, logprobs))
                         try:
@@ -421,11 +428,10 @@ class _Shape:
         out = {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
         return out if usage is None else out | {"usage": usage}
 
-    def first(self) -> list[dict[str, Any]]:
-        """What a streamed chat begins with."""
-        if not self.chat:
-            return []
-        return [self.envelope([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])]
+    def first(self, index: int) -> dict[str, Any]:
+        """What a streamed choice of a chat begins with."""
+        delta = {"role": "assistant", "content": ""}
+        return self.envelope([{"index": index, "delta": delta, "finish_reason": None}])
 
     def chunk(self, index: int, step: Step | str | None, logprobs: Any) -> dict[str, Any]:
         text = step.text if isinstance(step, Step) else ""

@@ -6,11 +6,27 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ..grammar import Grammar
+
 __all__ = ["ChatRequest", "CompletionRequest", "Sampling"]
 
 
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Sampling(BaseModel):
-    """What completions and chats have in common; top_k and min_p are ours."""
+    """What completions and chats have in common; top_k and min_p are ours, grammar (GBNF) and json_schema those of
+    llama.cpp's server."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -25,6 +41,9 @@ class Sampling(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = Field(default=None, min_length=1)
+    json_schema: dict[str, Any] | None = None
 
     @field_validator("temperature", "top_p", "min_p")
     @classmethod
@@ -36,6 +55,23 @@ class Sampling(BaseModel):
     @property
     def stops(self) -> list[str]:
         return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def obeys(self) -> Grammar | None:
+        """The grammar that the text obeys. Raises ValueError where it is none, or where there are several."""
+        form = self.response_format
+        schema = None if form is None or form.type == "text" else {"type": "object"}
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise ValueError("response_format has no json_schema.schema")
+            schema = form.json_schema.schema_
+        asked = [given for given in (self.grammar, self.json_schema, schema) if given is not None]
+        if len(asked) > 1:
+            raise ValueError(
+                "grammar, json_schema and response_format each say what the text is to be; give one of them"
+            )
+        if not asked:
+            return None
+        return Grammar.gbnf(asked[0]) if isinstance(asked[0], str) else Grammar.json_schema(asked[0])
 
 
 class CompletionRequest(Sampling):
