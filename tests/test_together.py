@@ -65,19 +65,53 @@ def test_texts_are_those_they_are_alone(path: Path, sequences: int, context: int
 
 
 def test_equal_texts_are_computed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(path) as model:
+    with opened(path, context=400) as model:
         inputs = []
         evaluate = model.body.evaluate
         monkeypatch.setattr(model.body, "evaluate", lambda h, *rest: (inputs.append(len(h)), evaluate(h, *rest))[1])
-        prompt = model.vocabulary.encode(TEXTS[0][0])
+        prompt = (model.vocabulary.encode(TEXTS[0][0]) * 4)[:75]
         runs = [model.generate(prompt, 6, temperature=3.0, seed=1, stream=i) for i in range(4)]
         for _ in model.together(runs):
             pass
-        assert inputs[0] == len(prompt)
-        assert 2 <= max(inputs[1:]) <= 4
-        inputs.clear()
-        model.generate([*prompt[:-1], 300], 1).run()  # the start is remembered
-        assert inputs == [1]
+        assert inputs[:2] == [64, 11]  # a chunk, and the end of all four
+        assert 2 <= max(inputs[2:]) <= 4
+
+
+def test_only_whole_chunks_serve_another_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may round a token by how many others it computes with it, so a text is read in the same batches
+    whatever was read or written before."""
+    with opened(path, context=400) as model:
+        prompt = (model.vocabulary.encode(TEXTS[0][0]) * 12)[:200]
+        seen: list[tuple[int, int]] = []
+        evaluate = model.body.evaluate
+
+        def watched(h: np.ndarray, positions: list[int], *rest: Any) -> np.ndarray:
+            seen.append((positions[0], len(h)))
+            return evaluate(h, positions, *rest)
+
+        monkeypatch.setattr(model.body, "evaluate", watched)
+
+        def batches(tokens: list[int]) -> list[tuple[int, int]]:
+            seen.clear()
+            run = model.generate(tokens, 3, temperature=1.0, seed=1).run()
+            assert run.ids == texts.setdefault(tuple(tokens), run.ids)
+            return seen[: len(seen) - len(run.ids) + 1]
+
+        texts: dict[tuple[int, ...], list[int]] = {}
+        for at in (200, 129, 64):
+            model.forget()
+            batches(prompt[:at])
+        assert batches(prompt) == [(0, 64), (64, 64), (128, 64), (192, 8)]
+        assert batches(prompt) == [(192, 8)]
+        assert batches(prompt[:129]) == [(128, 1)]
+        assert batches(prompt) == [(128, 64), (192, 8)]
+        assert batches(prompt[:64]) == [(0, 64)]  # its end is no chunk for others
+        assert batches(prompt[:130]) == [(0, 64), (64, 64), (128, 2)]
+        other = iter(model.generate(prompt[:150], 9))
+        next(other)
+        assert batches(prompt) == [(128, 64), (192, 8)]
+        next(other)  # takes back its positions, and what it has read now is no chunk
+        assert batches(prompt)[0] == (128, 64)
 
 
 def test_a_context_that_shifts_harms_no_other(path: Path) -> None:

@@ -26,6 +26,8 @@ __all__ = ["CONTEXT", "SEQUENCES", "Generation", "Step", "Vocabulary", "Writer",
 CONTEXT = 4096
 #: Texts that are written together.
 SEQUENCES = 4
+#: Positions of a text that are read at once, apart from its end, and that may serve another text.
+CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,23 @@ class Vocabulary(Protocol):
 class Writer(ABC):
     """A model that goes on from texts: subclasses compute hidden states.
 
-    head: decides the tokens. vocabulary: its texts. context: positions, for all texts at work together. sequences:
-    how many texts may be at work. can_draft: whether states of drafted tokens can be taken back.
+    head: decides the tokens. vocabulary: its texts. context: positions, for all texts at work together. can_draft:
+    whether states of drafted tokens can be taken back. sequences: how many texts may be at work.
+
+    Engines round a token by how many others are computed with it. For a text to depend on nothing but what was asked,
+    never on who asked before, it is read in chunks, and only whole chunks are taken over from other texts.
     """
 
     head: CertifiedHead
     vocabulary: Vocabulary
     context: int
-    sequences = 1
     can_draft = True
-    _tokens_of_grammars: Tokens | None = None
+
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
+        self._held: list[list[int]] = [[] for _ in range(sequences)]  # tokens whose positions the model remembers
+        self._chunks: list[list[int]] = [[] for _ in range(sequences)]  # of these, the first ones, read in whole chunks
+        self._tokens_of_grammars: Tokens | None = None
 
     @abstractmethod
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -129,13 +138,39 @@ class Writer(ABC):
         """Frees what the model holds."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Forgets all texts, so that each is read from its start."""
-
-    @abstractmethod
     def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
         """For texts of (sequence, tokens, draft), the sequence a number below `sequences` that no other has: states
-        (1 + len(draft), d) after the last token, and after each drafted one."""
+        (1 + len(draft), d) after the last token, and after each drafted one. What a sequence remembers of its text is
+        not computed again; `_held` has all of it then."""
+
+    @abstractmethod
+    def _forget(self, sequence: int, start: int) -> None:
+        """Forgets what a sequence remembers from a position on, or all of it where that cannot be."""
+
+    def _copy(self, source: int, sequence: int, count: int) -> None:
+        """Takes over the first positions of another sequence."""
+        raise NotImplementedError  # with one sequence there is no other
+
+    def _drop(self, sequence: int, start: int = 0) -> None:
+        """`_forget`, and what is known of it."""
+        if start < len(self._held[sequence]):
+            self._forget(sequence, start)
+            del self._held[sequence][start:]
+        del self._chunks[sequence][start // CHUNK * CHUNK :]
+
+    def forget(self) -> None:
+        """Forgets all texts, so that each is read from its start."""
+        for sequence in range(self.sequences):
+            self._forget(sequence, 0)
+            self._held[sequence], self._chunks[sequence] = [], []
+
+    def _states(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
+        """`_evaluate`, after whose failure nothing is known of what the model remembers."""
+        try:
+            return self._evaluate(texts)
+        except BaseException:
+            self.forget()
+            raise
 
     def _shorten(self, sequence: int, tokens: list[int]) -> list[int]:
         """Makes room in a full context; the list as it is, where that cannot be."""
@@ -208,7 +243,8 @@ class Writer(ABC):
         """The steps of several texts, each as (number of the text, step). At most `sequences` of them, and as many as
         the context has room for, go through body and head together; the others wait for their turn.
 
-        The ids are those that each text has alone, except where llama.cpp rounds a batch differently.
+        The ids are those that each text has alone, except where llama.cpp rounds a batch differently; the same texts
+        together always have the same ids.
         """
         waiting = deque[tuple[int, Generation, _Work]]()
         for number, run in enumerate(runs):
@@ -216,14 +252,23 @@ class Writer(ABC):
                 raise ValueError(f"text {number} has been begun already, or belongs to another model")
             waiting.append((number, run, run._work))
             run._work = None
-        return self._together(waiting)
+        return self._together(waiting) if len(waiting) < 2 else self._afresh(waiting)
+
+    def _afresh(self, waiting: deque[tuple[int, Generation, _Work]]) -> Iterator[tuple[int, Step]]:
+        """Where several texts lie in an engine's memory depends on what was there before, and so may their rounding."""
+        self.forget()
+        try:
+            yield from self._together(waiting)
+        finally:
+            self.forget()
 
     def _together(self, waiting: deque[tuple[int, Generation, _Work]]) -> Iterator[tuple[int, Step]]:
         active: dict[int, tuple[int, Generation, _Work]] = {}  # by sequence, the oldest first
         while active or waiting:
             room = self.context - sum(len(work.tokens) + len(work.draft) for *_, work in active.values())
             while room < 0 and len(active) > 1:  # the latest text waits again, and what it had is computed once more
-                _, late = active.popitem()
+                sequence, late = active.popitem()
+                self._drop(sequence)
                 waiting.appendleft(late)
                 room += len(late[2].tokens) + len(late[2].draft)
             while waiting and len(active) < self.sequences:
@@ -231,11 +276,11 @@ class Writer(ABC):
                 length = len(work.tokens) + len(work.draft)
                 if active and length > room:
                     break
-                free = [sequence for sequence in range(self.sequences) if sequence not in active]
-                sequence = self._best_sequence(free, work.tokens)
+                sequence = next(at for at in range(self.sequences) if at not in active)
+                self._begin(sequence, work.tokens)
                 active[sequence] = waiting.popleft()
                 room -= length
-            states = self._evaluate([(at, work.tokens, work.draft) for at, (_, _, work) in active.items()])
+            states = self._states([(at, work.tokens, work.draft) for at, (_, _, work) in active.items()])
             asked = [
                 # not len(tokens): a shifted context must not see the same noise twice
                 (work.choice, found, run.prompt_tokens + len(run.ids), work.allowed and work.allowed(work.tokens))
@@ -256,10 +301,23 @@ class Writer(ABC):
                     self._look_ahead(at, run, work, len(active) + len(waiting) - 1)
                 if run.finish is not None:
                     del active[at]
+                    if active:
+                        self._drop(at)
 
-    def _best_sequence(self, free: list[int], tokens: list[int]) -> int:
-        """Which of some sequences a text had best be."""
-        return free[0]
+    def _begin(self, sequence: int, tokens: list[int]) -> None:
+        """Reads the whole chunks of a text, but for those that are remembered."""
+        before = tokens[:-1]
+        shared = [shared_start(chunks, before) // CHUNK * CHUNK for chunks in self._chunks]
+        most = max(range(self.sequences), key=shared.__getitem__)
+        if shared[most] > shared[sequence]:
+            self._drop(sequence)
+            self._copy(most, sequence, shared[most])
+            self._held[sequence] = self._held[most][: shared[most]]
+            self._chunks[sequence] = self._held[sequence].copy()
+        self._drop(sequence, shared[most])
+        for end in range(len(self._held[sequence]) + CHUNK, len(before) + 1, CHUNK):
+            self._states([(sequence, tokens[:end], [])])
+            self._chunks[sequence] = tokens[:end]
 
     def _add(self, run: Generation, work: _Work, token: int) -> str:
         """One more token of a text; what it shows."""

@@ -44,6 +44,7 @@ class TransformersModel(Writer):
         threads: int | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        super().__init__()
         self.model = model = loaded.model.eval()
         if loaded.tokenizer is None:
             raise ModelError(f"{loaded.name} has no tokenizer, so it can neither read a prompt nor show its text")
@@ -60,16 +61,19 @@ class TransformersModel(Writer):
         if index is None:
             index = _find_index(model, spec, None, loaded.tokenizer, threads, progress)
         self.head = CertifiedHead(index, spec, threads=threads, engine="torch")
-        self.forget()
+        self._cache = DynamicCache(config=self.model.config)
         self._evaluate([(0, [0, 0], [])])  # makes the layers of the cache
         self.can_draft = self._can_crop()
 
     def close(self) -> None:
         self.forget()
 
-    def forget(self) -> None:
-        self._cache = DynamicCache(config=self.model.config)
-        self._held: list[int] = []  # tokens whose positions the cache has
+    def _forget(self, sequence: int, start: int) -> None:
+        if start and self._can_crop():
+            self._cache.crop(start - len(self._held[0]))  # negative: so many are removed
+        else:
+            self._cache = DynamicCache(config=self.model.config)
+            self._held[0], self._chunks[0] = [], []
 
     def _can_crop(self) -> bool:
         """Whether positions can be taken back: layers with a window or a recurrent state have lost what was before."""
@@ -85,15 +89,8 @@ class TransformersModel(Writer):
     def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
         _, tokens, draft = texts[0]  # one at a time: `sequences` is 1
         every = tokens + draft
-        same = shared_start(self._held, every[: len(tokens) - 1])  # the last token always needs its state
-        if same < len(self._held):
-            if same and self._can_crop():
-                self._cache.crop(same - len(self._held))  # negative: so many are removed
-            else:
-                self.forget()
-                same = 0
-        new = torch.tensor([every[same:]])
-        self._held = every[:same]
+        self._drop(0, shared_start(self._held[0], tokens[:-1]))  # the last token always needs its state
+        new = torch.tensor([every[len(self._held[0]) :]])
         with torch.inference_mode(), _caught(self.layer) as states:
             self.model(
                 input_ids=new,
@@ -102,7 +99,7 @@ class TransformersModel(Writer):
                 logits_to_keep=len(draft) + 1,
                 **{self._cache_name: self._cache},
             )
-        self._held = every
+        self._held[0] = every
         found = states[-1][0, -len(draft) - 1 :].float().numpy()
         if not np.isfinite(found).all():
             raise ModelError("the model gave a hidden state that is not finite")

@@ -49,6 +49,7 @@ class LlamaModel(Writer):
         progress: Callable[[str, int, int], None] | None = None,
         verbose: bool = False,
     ) -> None:
+        super().__init__(whole("sequences", sequences, 1, 64))
         self.threads = thread_count(threads)
         self.parts = parts = open_gguf(path)
         self.vocabulary: Vocabulary = Vocabulary(parts.path, verbose)
@@ -61,9 +62,7 @@ class LlamaModel(Writer):
         if index is None:
             index = self._index(calibration_states, progress)
         self.head = CertifiedHead(index, parts.spec, threads=self.threads, engine="llama_cpp")
-        self.sequences = whole("sequences", sequences, 1, 64)
         self.body = Body(parts.body, parts.width, self.context, self.sequences, self.threads, verbose=verbose)
-        self._held: list[list[int]] = [[] for _ in range(self.sequences)]  # tokens whose positions the body remembers
 
     def _index(self, count: int, progress: Callable[[str, int, int], None] | None) -> Index:
         found = newest_index(self.parts.spec, self.parts.source)
@@ -94,37 +93,27 @@ class LlamaModel(Writer):
         # a template usually writes the first token itself
         return self.vocabulary.encode(prompt, begin=not prompt.startswith(names[1]))
 
-    def forget(self) -> None:
-        for sequence in range(self.sequences):
-            self._drop(sequence)
-
-    def _drop(self, sequence: int, start: int = 0) -> None:
+    def _forget(self, sequence: int, start: int) -> None:
         self.body.drop(sequence, start)
-        del self._held[sequence][start:]
 
-    def _best_sequence(self, free: list[int], tokens: list[int]) -> int:
-        """The one that remembers most of a text, of equals the one that remembers least else."""
-        return max(free, key=lambda at: (shared_start(self._held[at], tokens), -len(self._held[at])))
+    def _copy(self, source: int, sequence: int, count: int) -> None:
+        self.body.copy(source, sequence, count)
 
     def _evaluate(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
-        """What the body remembers is not computed again, and of texts that are the same so far only one."""
-        self._make_room(texts)
+        """Of texts that are the same so far only one is computed."""
         inputs, positions, sequences, wanted = list[int](), list[int](), list[int](), list[int]()
         every = [tokens + draft for _, tokens, draft in texts]
         model = [next(j for j in range(i + 1) if texts[j][1:] == texts[i][1:]) for i in range(len(texts))]
         for i, (sequence, tokens, draft) in enumerate(texts):
             if model[i] == i:
-                same = self._take_up(sequence, tokens)
+                same = shared_start(self._held[sequence], tokens[:-1])  # the last token always needs its state
+                self._drop(sequence, same)
                 new = every[i][same:]
                 inputs += new
                 positions += range(same, len(every[i]))
                 sequences += [sequence] * len(new)
                 wanted += range(len(inputs) - len(draft) - 1, len(inputs))
-        try:
-            found = self.body.evaluate(embed(self.parts, inputs), positions, sequences, wanted)
-        except RuntimeError:
-            self.forget()  # it may remember a part of them
-            raise
+        found = self.body.evaluate(embed(self.parts, inputs), positions, sequences, wanted)
         states = list[NDArray[np.float32]]()
         first = 0
         for i, (sequence, _, draft) in enumerate(texts):
@@ -133,39 +122,10 @@ class LlamaModel(Writer):
                 first += len(draft) + 1
             else:
                 states.append(states[model[i]])
+                self._drop(sequence)
                 self._copy(texts[model[i]][0], sequence, len(every[i]))
             self._held[sequence] = every[i]
         return states
-
-    def _take_up(self, sequence: int, tokens: list[int]) -> int:
-        """How many of a text's tokens its sequence remembers, once it has taken over what others know of them. The last
-        token always needs its state."""
-        before = tokens[:-1]
-        same = shared_start(self._held[sequence], before)
-        if same < len(before):
-            shared = [shared_start(held, before) for held in self._held]
-            most = max(range(self.sequences), key=shared.__getitem__)
-            if shared[most] > same:
-                same = shared[most]
-                self._copy(most, sequence, same)
-        if same < len(self._held[sequence]):
-            self._drop(sequence, same)
-        return same
-
-    def _copy(self, source: int, sequence: int, count: int) -> None:
-        """The first positions of another sequence, in place of what this one remembers."""
-        self._drop(sequence)
-        self.body.copy(source, sequence, count)
-        self._held[sequence] = self._held[source][:count]
-
-    def _make_room(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> None:
-        """Forgets texts that are not at work, where there are not positions for all."""
-        active = {sequence for sequence, *_ in texts}
-        idle = sum(len(held) for at, held in enumerate(self._held) if at not in active)
-        if idle and idle + sum(len(tokens) + len(draft) for _, tokens, draft in texts) > self.context:
-            for sequence in range(self.sequences):
-                if sequence not in active:
-                    self._drop(sequence)
 
     def _shorten(self, sequence: int, tokens: list[int]) -> list[int]:
         """Drops the older half of what is behind the first token, as llama.cpp's own programs do; the list as it is,
@@ -175,6 +135,7 @@ class LlamaModel(Writer):
         for other in range(self.sequences):
             if other != sequence:
                 self._drop(other)
+        self._chunks[sequence] = []
         gone = (len(tokens) - 1) // 2
         self.body.drop(sequence, 1, 1 + gone)
         self.body.shift(sequence, 1 + gone, -gone)
