@@ -33,6 +33,8 @@ std::vector<int64_t> best_rows(std::vector<std::pair<float, int64_t>>* all, int6
   return out;
 }
 
+constexpr uint8_t kNoBin = 255;  // of a row without a peak
+
 // Two bins for each power of two below 1; the first takes all above, the last all below.
 int bin_of(float peak) {
   uint32_t bits;
@@ -418,7 +420,8 @@ void Ledger::mass(int b, float from, float rate, bool likely, double* bins) cons
   for (size_t i = 0; i < parts.size(); ++i) bins[i % kMassBins] += parts[i];
 }
 
-void Ledger::joint(int b, float from, float rate, double* out) const {
+void Ledger::joint(int b, float from, float rate, double* out) {
+  if (bin_.empty()) bin_.assign(level_.size(), kNoBin);
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   const size_t n_ranges = static_cast<size_t>((n_rows_ + kRange - 1) / kRange);
   const size_t size = cascade_.spec().planes.size() * kMassBins * kJointTerms;
@@ -428,9 +431,10 @@ void Ledger::joint(int b, float from, float rate, double* out) const {
     double* part = parts.data() + static_cast<size_t>(range) * size;
     kernels_.joint(centre_ + base + first, upper_ + base + first, last - first, from, rate, high, likely, peak);
     for (int64_t i = 0; i < last - first; ++i) {
-      const size_t bin = static_cast<size_t>(level_[static_cast<size_t>(base + first + i)]) * kMassBins +
-                         static_cast<size_t>(bin_of(peak[i]));
-      double* sum = part + bin * kJointTerms;
+      const size_t at = static_cast<size_t>(base + first + i);
+      const int bin = bin_of(peak[i]);
+      bin_[at] = peak[i] > 0.0f ? static_cast<uint8_t>(bin) : kNoBin;
+      double* sum = part + (static_cast<size_t>(level_[at]) * kMassBins + static_cast<size_t>(bin)) * kJointTerms;
       const double w = static_cast<double>(likely[i]), q = static_cast<double>(peak[i]);
       sum[0] += static_cast<double>(high[i]);
       sum[1] += w;
@@ -446,7 +450,8 @@ void Ledger::joint(int b, float from, float rate, double* out) const {
     }
 }
 
-std::vector<int64_t> Ledger::lift(int b, int level, int bins, float from, float rate) {
+std::vector<int64_t> Ledger::lift(int b, int level, int bins) {
+  if (bin_.empty()) return {};
   states_[static_cast<size_t>(b)].highest = kUnknown;
   states_[static_cast<size_t>(b)].leaders.clear();
   const auto& planes = cascade_.spec().planes;
@@ -455,12 +460,11 @@ std::vector<int64_t> Ledger::lift(int b, int level, int bins, float from, float 
   const bool last_level = next == planes.size();
   std::vector<std::vector<int64_t>> found(static_cast<size_t>((n_rows_ + kRange - 1) / kRange));
   ranges([&](int64_t range, int64_t first, int64_t last) {
-    float high[kRange], likely[kRange], peak[kRange];
     std::vector<int64_t>& rows = found[static_cast<size_t>(range)];
-    kernels_.joint(centre_ + base + first, upper_ + base + first, last - first, from, rate, high, likely, peak);
-    for (int64_t i = 0; i < last - first; ++i)
-      if (level_[static_cast<size_t>(base + first + i)] == level && peak[i] > 0.0f && bin_of(peak[i]) < bins)
-        rows.push_back(first + i);
+    for (int64_t i = first; i < last; ++i) {
+      const size_t at = static_cast<size_t>(base + i);
+      if (level_[at] == level && bin_[at] < bins && upper_[at] != kNothing) rows.push_back(i);
+    }
     if (last_level || rows.empty()) return;
     std::vector<float> start(rows.size()), centre(rows.size()), upper(rows.size());
     for (size_t j = 0; j < rows.size(); ++j) start[j] = centre_[static_cast<size_t>(base + rows[j])];

@@ -64,9 +64,10 @@ class Ledger {
   void mass(int state, float from, float rate, bool likely, double* bins) const;
   // For the rows left on each level (planes met after the first), by half powers of two of their peak: the sums of high,
   // of likely and of its square, and the largest peak; see `joint_terms`. out: (planes, kMassBins, kJointTerms).
-  void joint(int state, float from, float rate, double* out) const;
-  // Refines the rows of a level whose peak is in the first `bins` bins; those that have met all planes are returned.
-  std::vector<int64_t> lift(int state, int level, int bins, float from, float rate);
+  void joint(int state, float from, float rate, double* out);
+  // Refines the rows of a level whose peak is in the first `bins` bins, as the last call of `joint` for this state has
+  // found them; those that have met all planes are returned.
+  std::vector<int64_t> lift(int state, int level, int bins);
 
  private:
   struct State {
@@ -104,6 +105,7 @@ class Ledger {
   std::unique_ptr<Cascade::Scratch> scratch_;
   float *centre_, *upper_;
   std::vector<uint8_t> level_;  // planes met after the first
+  std::vector<uint8_t> bin_;    // of each peak, as `joint` found it
 };
 
 }  // namespace csv_decode

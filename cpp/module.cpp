@@ -530,7 +530,7 @@ class BoundLedger {
     return to_numpy(std::move(bins));
   }
 
-  nb::object joint(int64_t b, float from, float rate) const {
+  nb::object joint(int64_t b, float from, float rate) {
     const int at = live(b);
     std::vector<double> sums(static_cast<size_t>(n_planes_) * kMassBins * kJointTerms);
     {
@@ -540,13 +540,13 @@ class BoundLedger {
     return nb::cast(to_numpy(std::move(sums))).attr("reshape")(n_planes_, kMassBins, kJointTerms);
   }
 
-  Ids lift(int64_t b, int64_t level, int64_t bins, float from, float rate) {
+  Ids lift(int64_t b, int64_t level, int64_t bins) {
     const int at = live(b);
     expect(level >= 0 && level < n_planes_ && bins >= 0 && bins <= kMassBins, "no such level or bin");
     std::vector<int64_t> rows;
     {
       nb::gil_scoped_release release;
-      rows = ledger_->lift(at, static_cast<int>(level), static_cast<int>(bins), from, rate);
+      rows = ledger_->lift(at, static_cast<int>(level), static_cast<int>(bins));
     }
     return to_numpy(std::move(rows));
   }
@@ -640,7 +640,7 @@ NB_MODULE(_native, m) {
       .def("highest", &BoundLedger::highest, "state"_a)
       .def("mass", &BoundLedger::mass, "state"_a, "from_"_a, "rate"_a, "likely"_a)
       .def("joint", &BoundLedger::joint, "state"_a, "from_"_a, "rate"_a)
-      .def("lift", &BoundLedger::lift, "state"_a, "level"_a, "bins"_a, "from_"_a, "rate"_a);
+      .def("lift", &BoundLedger::lift, "state"_a, "level"_a, "bins"_a);
   m.def("gumbel", &gumbel_of, "seed"_a, "stream"_a, "position"_a, "ids"_a);
   m.def("noise_bound", &noise_bound, "isa"_a, "seed"_a, "stream"_a, "position"_a, "temperature"_a, "extra"_a);
   m.def("add_bound", &add_bound, "isa"_a, "upper"_a, "extra"_a, "out"_a);

@@ -113,7 +113,7 @@ def test_sums_of_exponentials_lie_between_their_bounds(kernels: str, temperature
             assert mass.rest_low <= true <= mass.rest
             assert mass.rest <= mass.bins.sum()
             if step < scan.levels:
-                scan.lift(0, step, 40 - 8 * step, mass.start, mass.rate)
+                scan.lift(0, step, 40 - 8 * step)
 
 
 def test_the_joint_bound_reads_less() -> None:

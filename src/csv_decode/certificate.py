@@ -254,9 +254,11 @@ class Statistics:
         self.bytes_read += int(certificates.bytes_read.sum())
         self.bytes_dense += certificates.bytes_dense * len(certificates)
         self.seconds += seconds
-        known = certificates.energy[~np.isnan(certificates.energy)]
-        self.energy += float(known.sum())
-        self.energy_states += len(known)
+        energy = certificates.energy
+        if np.isnan(energy.sum()):
+            energy = energy[~np.isnan(energy)]
+        self.energy += float(energy.sum())
+        self.energy_states += len(energy)
 
     @property
     def fallback_rate(self) -> float:

@@ -127,6 +127,8 @@ def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
         return values[0] if len(values) == 1 else np.repeat(np.array(values, dtype), counts)
 
     choices = [choice for choice, *_ in texts]
+    streams = [choice.stream for choice in choices]
+    positions = [np.arange(at, at + len(states)) for _, states, at, _ in texts]
     draw = head.sample(
         _states(texts),
         each([choice.temperature for choice in choices]),
@@ -134,8 +136,8 @@ def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
         each([choice.filters[1] for choice in choices]),
         each([choice.filters[2] for choice in choices]),
         seed=each([choice.seed for choice in choices], np.uint64),
-        position=np.concatenate([np.arange(at, at + len(states)) for _, states, at, _ in texts]),
-        stream=np.repeat([choice.stream for choice in choices], counts),
+        position=np.concatenate(positions) if len(positions) > 1 else positions[0],
+        stream=streams[0] if sum(counts) == 1 else np.repeat(streams, counts),
         allowed=_masks(head.spec.n_rows, texts),
         filter_temperature=each([choice.filter_temperature for choice in choices]),
     )

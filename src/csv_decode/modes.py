@@ -124,7 +124,7 @@ class Mass:
         self.error = math.expm1(self._argument) + _EXP
         self.rate = _RATE / t
         self.rest, self.rest_low = math.inf, 0.0
-        self.joint = joint and not scan.closed(b)
+        self.joint = joint and scan.levels > 0 and not scan.closed(b)
         if self.joint:
             self._levels = self._tails()
             self.rest = float(sum(high[0] for high, _ in self._levels)) * (1 + 2.0**-50)
@@ -294,7 +294,7 @@ def _lift(scan: Scan, mass: Mass, allowance: float, both: bool) -> Mass:
     for level, part in enumerate((share / share.sum()).tolist()):
         if scan.closed(b):
             break
-        scan.lift(b, level, mass.far(level, part * allowance, both), mass.start, mass.rate)
+        scan.lift(b, level, mass.far(level, part * allowance, both))
         mass = Mass(scan, b, mass.t, joint=True)
     return mass
 

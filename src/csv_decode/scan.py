@@ -217,9 +217,10 @@ class Scan:
         `Ledger::joint`."""
         return np.asarray(self._ledger.joint(b, start, rate))
 
-    def lift(self, b: int, level: int, bins: int, start: float, rate: float) -> None:
-        """Refines the rows of a level whose peak is in the first bins, and scores them if there is no further plane."""
-        rows = np.asarray(self._ledger.lift(b, level, bins, start, rate))
+    def lift(self, b: int, level: int, bins: int) -> None:
+        """Refines the rows of a level whose peak, by the last call of `joint`, is in the first bins, and scores them if
+        there is no further plane."""
+        rows = np.asarray(self._ledger.lift(b, level, bins))
         if len(rows):
             self._take(b, rows)
 
@@ -229,37 +230,37 @@ class Scan:
         self, kind: str, threshold: F64, max_unopened: F64, certified: NDArray[np.bool_], head: Any
     ) -> Certificates:
         n, spec = len(self), self.spec
-        rows_scored = np.array([sum(len(part[0]) for part in parts) for parts in self._parts], np.int64)
-        width_bytes = spec.rows.row_bytes
-        read = rows_scored.astype(np.float64) * width_bytes
-        survivors = np.zeros((n, 1), np.int64)
-        energy = np.full(n, np.nan)
+        rows_scored = [sum(len(part[0]) for part in parts) for parts in self._parts]
+        read = [float(rows * spec.rows.row_bytes) for rows in rows_scored]
+        stages = 1
+        survivors = [[int(count)] for count in self.survivors]
+        energy = [math.nan] * n
         if self._ledger is not None:
             shadow = head.index.shadow
             stages = len(shadow.planes)
-            survivors = np.zeros((n, stages), np.int64)
             biased = spec.bias32 is not None
-            read += (shadow.state_bytes + shadow.row_bytes(0, biased) * len(shadow.rho)) / n
+            once = shadow.state_bytes + shadow.row_bytes(0, biased) * len(shadow.rho)
             if self._spread is not None:
-                read += shadow.moment_bytes / n
+                once += shadow.moment_bytes
             for b in range(n):
+                read[b] += once / n
+                rows = [0] * (stages - 1)
                 if self._ledger.usable(b):
                     energy[b] = self._ledger.energy(b)
-                    for plane in range(1, stages):
-                        survivors[b, plane - 1] = self._ledger.rows_at(b, plane)
-                        read[b] += survivors[b, plane - 1] * shadow.row_bytes(plane, biased)
-            survivors[:, -1] = self.survivors
+                    rows = [self._ledger.rows_at(b, plane) for plane in range(1, stages)]
+                    read[b] += sum(count * shadow.row_bytes(i + 1, biased) for i, count in enumerate(rows))
+                survivors[b] = rows + survivors[b]
         return Certificates(
             kind=kind,
             certified=certified,
             threshold=threshold,
             max_unopened=max_unopened,
-            rows_scored=rows_scored,
-            survivors=survivors,
-            bytes_read=np.rint(read).astype(np.int64),
+            rows_scored=np.array(rows_scored, np.int64),
+            survivors=np.array(survivors, np.int64).reshape(n, stages),
+            bytes_read=np.array([round(x) for x in read], np.int64),
             bytes_dense=spec.bytes_dense,
             fallback=self.fallback,
-            energy=energy,
+            energy=np.array(energy),
             guarantee=head.guarantee,
             failure_probability=head.failure_probability,
         )

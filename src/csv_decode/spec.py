@@ -45,6 +45,8 @@ _SMALLEST = float(np.finfo(np.float32).smallest_normal)
 
 def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
     """The same memory as numpy, and whether it holds bfloat16 as uint16 bit patterns."""
+    if type(array) is np.ndarray and array.dtype.kind != "V":  # "V": ml_dtypes
+        return array, False
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
@@ -74,6 +76,8 @@ def _to_numpy(array: Array) -> tuple[NDArray[Any], bool]:
 
 def _stored(data: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
     """The same numbers row by row and at addresses that suit their type, as kernels read them; copied if need be."""
+    if dtype is not None and data.dtype != dtype:
+        return data.astype(dtype, order="C")
     return np.require(data, dtype, ["C_CONTIGUOUS", "ALIGNED"])
 
 
@@ -162,6 +166,9 @@ def column(name: str, value: Any, n: int, dtype: Any, low: float, high: float) -
     whole_wanted = np.dtype(dtype).kind in "iu"
     if (type(value) is int or (type(value) is float and not whole_wanted)) and low <= value <= high:
         return np.full(n, value, dtype)
+    fits = type(value) is np.ndarray and value.dtype == dtype and value.shape == (n,) and n > 0
+    if fits and low <= value.min() and value.max() <= high:
+        return np.array(value)
     expected = f"{'whole numbers' if whole_wanted else 'numbers'} from {low:g} to {high:g}"
     try:
         given = _to_numpy(value)[0]
@@ -377,8 +384,9 @@ def as_states(hidden: Array, width: int, check: bool = True) -> F64:
 
 def require_usable(states: F64) -> None:
     """Raises ValueError where states (B, d) hold NaN, infinity, or values beyond float32."""
-    bad = ~(np.abs(states) <= _LARGEST)
-    if bad.any():
+    size = np.abs(states)
+    if not size.max(initial=0.0) <= _LARGEST:
+        bad = ~(size <= _LARGEST)
         state = int(np.nonzero(bad.any(axis=1))[0][0])
         raise ValueError(
             f"hidden state {state} has {int(bad[state].sum())} values that are NaN, infinite or beyond float32's "

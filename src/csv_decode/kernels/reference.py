@@ -140,6 +140,7 @@ class ReferenceLedger:
         self._finite = np.all([np.isfinite(states.params).all(axis=1) for states in self._states], axis=0)
         self._centre, self._upper = cascade.kernels.screen(cascade.planes[0], self._states[0], None)
         self._level = np.zeros(self._centre.shape, np.int64)
+        self._bins = np.full(self._centre.shape, 255)
         self._extra = np.zeros(self._centre.shape)
         self._rows_at = np.zeros((len(h), len(cascade.planes)), np.int64)
         self._raced = np.zeros(len(h), bool)
@@ -314,15 +315,16 @@ class ReferenceLedger:
 
     def joint(self, b: int, start: float, rate: float) -> F64:
         high, likely, peak, bins = self._joint_terms(b, start, rate)
+        self._bins[b] = np.where(peak > 0, bins, 255)
         out = np.zeros((len(self._cascade.planes), 128, 4))
         for column, terms in enumerate((high, likely, likely**2)):
             np.add.at(out[:, :, column], (self._level[b], bins), terms)
         np.maximum.at(out[:, :, 3], (self._level[b], bins), peak)
         return out
 
-    def lift(self, b: int, level: int, count: int, start: float, rate: float) -> I64:
-        _, _, peak, bins = self._joint_terms(b, start, rate)
-        rows = np.nonzero((self._level[b] == level) & (peak > 0) & (bins < count))[0].astype(np.int64)
+    def lift(self, b: int, level: int, count: int) -> I64:
+        left = self._upper[b] != -np.inf
+        rows = np.nonzero((self._level[b] == level) & left & (self._bins[b] < count))[0].astype(np.int64)
         if level + 1 == len(self._cascade.planes):
             return rows
         if len(rows):
