@@ -458,32 +458,33 @@ std::vector<int64_t> Ledger::lift(int b, int level, int bins) {
   const int64_t base = slot_[static_cast<size_t>(b)] * n_rows_;
   const size_t next = static_cast<size_t>(level) + 1;
   const bool last_level = next == planes.size();
-  std::vector<std::vector<int64_t>> found(static_cast<size_t>((n_rows_ + kRange - 1) / kRange));
+  std::vector<std::vector<int64_t>> found(last_level ? static_cast<size_t>((n_rows_ + kRange - 1) / kRange) : 0);
+  std::atomic<int64_t> met{0};
   ranges([&](int64_t range, int64_t first, int64_t last) {
-    std::vector<int64_t>& rows = found[static_cast<size_t>(range)];
+    int64_t rows[kRange], n = 0;
     for (int64_t i = first; i < last; ++i) {
       const size_t at = static_cast<size_t>(base + i);
-      if (level_[at] == level && bin_[at] < bins && upper_[at] != kNothing) rows.push_back(i);
+      rows[n] = i;  // stays where the row is one of them
+      n += level_[at] == level && bin_[at] < bins && upper_[at] != kNothing;
     }
-    if (last_level || rows.empty()) return;
-    std::vector<float> start(rows.size()), centre(rows.size()), upper(rows.size());
-    for (size_t j = 0; j < rows.size(); ++j) start[j] = centre_[static_cast<size_t>(base + rows[j])];
-    kernels_.refine(planes[next].plane, prepared_[static_cast<size_t>(b)].planes[next], rows.data(), start.data(), 0,
-                    static_cast<int64_t>(rows.size()), centre.data(), upper.data());
-    for (size_t j = 0; j < rows.size(); ++j) {
+    if (last_level) {
+      found[static_cast<size_t>(range)].assign(rows, rows + n);
+      return;
+    }
+    float start[kRange], centre[kRange], upper[kRange];
+    for (int64_t j = 0; j < n; ++j) start[j] = centre_[static_cast<size_t>(base + rows[j])];
+    kernels_.refine(planes[next].plane, prepared_[static_cast<size_t>(b)].planes[next], rows, start, 0, n, centre, upper);
+    for (int64_t j = 0; j < n; ++j) {
       const size_t at = static_cast<size_t>(base + rows[j]);
       centre_[at] = centre[j];
       upper_[at] = upper[j];
       level_[at] = static_cast<uint8_t>(next);
     }
+    met += n;
   });
   std::vector<int64_t> out;
-  size_t met = 0;
-  for (const auto& rows : found) {
-    met += rows.size();
-    if (last_level) out.insert(out.end(), rows.begin(), rows.end());
-  }
-  if (!last_level) states_[static_cast<size_t>(b)].rows_at[next] += static_cast<int64_t>(met);
+  for (const auto& rows : found) out.insert(out.end(), rows.begin(), rows.end());
+  if (!last_level) states_[static_cast<size_t>(b)].rows_at[next] += met;
   return out;
 }
 

@@ -173,5 +173,5 @@ class ShadowBound:
             missed, reach = rounding_lengths(plane, white, white_error, moment, self._scales)
             common, size = common + missed, size + reach
             rounded = (i + 1) * 2.0**-23 * size
-            out[:, i] = (moment.length(white) + moment.norm * lost + common + rounded) * INFLATE
+            out[:, i] = (moment.length(kernels, white) + moment.norm * lost + common + rounded) * INFLATE
         return out
