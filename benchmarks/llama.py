@@ -6,8 +6,10 @@ greedy      five prompts; ours, stock, and the body alone, which is told the tok
 ahead       the same with speculation, which is what the command line does
 sampled     T = 0.8, top-p 0.95; sampled ahead: with speculation
 look-up     three prompts that ask for what they hold, with speculation
+together    eight greedy prompts, and four draws from each of four prompts: at once against one after another
 exact       20 prompts: is every greedy id the exact argmax of its state over the dequantised head; where stock differs
 start       seconds to open the model with a cached index, beside llama.cpp's own load
+clients     (if asked) a server, 200 requests of 16 clients, some of which leave: is each text that of its seed alone
 """
 
 from __future__ import annotations
@@ -110,6 +112,94 @@ def exactness(model: LlamaModel, stock: Stock, tokens: int) -> dict[str, Any]:
     return {"tokens": count, "wrong": wrong, "prompts where stock goes another way": differ, "gaps there": gaps}
 
 
+def together(model: LlamaModel, tokens: int) -> dict[str, Any]:
+    """Tokens a second, and how many texts are the same as alone: llama.cpp rounds a batch differently."""
+
+    def compare(asked: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
+        def runs() -> list[Any]:
+            model.forget()
+            return [model.generate(text, tokens, **settings) for text, settings in asked]
+
+        started = time.perf_counter()
+        alone = [run.run() for run in runs()]
+        middle = time.perf_counter()
+        beside = runs()
+        for first in range(0, len(beside), model.sequences):
+            for _ in model.together(beside[first : first + model.sequences]):
+                pass
+        ended = time.perf_counter()
+        return {
+            "alone": sum(len(run.ids) for run in alone) / (middle - started),
+            "together": sum(len(run.ids) for run in beside) / (ended - middle),
+            "texts": len(asked),
+            "the same": sum(a.ids == b.ids for a, b in zip(alone, beside, strict=True)),
+        }
+
+    warm = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+    draws = [(text, warm | {"stream": i}) for text in GREEDY[:4] for i in range(4)]
+    return {"greedy": compare([(text, {}) for text in PROMPTS[:8]]), "draws": compare(draws)}
+
+
+def clients(model: LlamaModel, requests: int = 200, count: int = 16, tokens: int = 12) -> dict[str, int]:
+    """Requests by a seed of their own, in the order that the clients come, against the same without a server."""
+    import socket
+    import threading
+    import urllib.request
+    from concurrent.futures import ThreadPoolExecutor
+
+    import uvicorn
+
+    from csv_decode.server import create_app
+
+    texts = [f"{text} {i}" for i in range(3) for text in PROMPTS]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app = create_app(model, "model", speculate=True)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+
+    def ask(i: int) -> tuple[int, str | None]:
+        at = i % len(texts)
+        body = {
+            "prompt": texts[at],
+            "max_tokens": tokens,
+            "seed": at,
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        text = ""
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if i % 10 == 9:
+                    return at, None  # leaves
+                if line.startswith(b"data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return at, text
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(ask, range(requests)))
+    server.should_exit = True
+    thread.join()
+    app.state.worker.close()
+    alone = {}
+    for at in sorted({at for at, text in answers if text is not None}):
+        model.forget()
+        settings = {"temperature": 0.8, "top_p": 0.95, "seed": at, "speculate": True}
+        alone[at] = model.generate(texts[at], tokens, **settings).run().text
+    whole = [(at, text) for at, text in answers if text is not None]
+    return {"answers": len(whole), "other than alone": sum(text != alone[at] for at, text in whole)}
+
+
 def start(path: Path, threads: int) -> dict[str, float]:
     started = time.perf_counter()
     LlamaModel(path, threads=threads).close()
@@ -124,7 +214,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", default="greedy,ahead,sampled,look-up,exact,start")
+    parser.add_argument("--only", default="greedy,ahead,sampled,look-up,together,exact,start")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path, wanted = file_of(args.model), args.only.split(",")
@@ -145,6 +235,10 @@ def main() -> int:
             figures[name] = f = run()
             table.add_row(name, *(f"{f[key]:.1f}" for key in ("ours", "stock", "zero")), f"{f['times stock']:.2f}")
     console.print(table)
+    if "together" in wanted:
+        figures["together"] = together(model, args.tokens)
+    if "clients" in wanted:
+        figures["clients"] = clients(model)
     if "exact" in wanted:
         figures["exact"] = exactness(model, stock, args.tokens)
     if "start" in wanted:
