@@ -32,7 +32,7 @@ endif
 
 # GGUF models and the server; installing compiles llama.cpp, some minutes.
 test-llama: $(VENV)/llama.ready
-	$(PYTEST) tests/test_llama.py tests/test_server.py
+	$(PYTEST) tests/test_llama.py tests/test_together.py tests/test_server.py
 
 # The native code under the address, undefined-behaviour and thread sanitizers of gcc.
 sanitize: $(VENV)/test.ready
