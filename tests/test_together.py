@@ -126,6 +126,47 @@ def test_a_context_that_shifts_harms_no_other(path: Path) -> None:
         assert [run.ids for run in runs] == alone
 
 
+def made(n: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(300, 600, n)]
+
+
+def test_a_full_context_makes_texts_wait(path: Path) -> None:
+    """What is remembered of texts that have ended, or are not gone on with, makes room for others."""
+    with opened(path, sequences=3, context=256) as model:
+        runs = [model.generate(made(20, 1), 1), model.generate(made(120, 2), 10), model.generate(made(200, 3), 5)]
+        for _ in model.together(runs):
+            pass
+        assert [len(run.ids) for run in runs] == [1, 10, 5]
+        held_up = model.together([model.generate(made(20, 1), 100), model.generate(made(200, 2), 9)])
+        next(held_up)
+        assert len(model.generate(made(150, 3), 5).run().ids) == 5
+        assert len(list(held_up)) == 108
+
+
+def test_a_shifted_text_keeps_what_it_remembers(path: Path) -> None:
+    """The positions that a shift leaves depend on those dropped, so such a text is never the one that waits."""
+    with opened(path, sequences=2, context=96) as model:
+        settings: dict[str, Any] = {"temperature": 1.0, "seed": 1}
+        alone = model.generate(made(95, 1), 80, **settings).run().ids
+        runs = [model.generate(made(1, 2), 60, **settings), model.generate(made(95, 1), 80, **settings)]
+        for _ in model.together(runs):
+            pass
+        assert runs[1].ids == alone
+        assert len(runs[0].ids) == 60
+
+
+def test_a_closed_model_says_so(path: Path) -> None:
+    model = opened(path, sequences=2)
+    several = model.together([model.generate("a", 9), model.generate("the", 9)])
+    one = iter(model.generate("a", 9))
+    next(several)
+    model.close()
+    for call in (lambda: next(several), lambda: next(one), lambda: model.generate("a")):
+        with pytest.raises(RuntimeError, match="the model is closed"):
+            call()
+    model.close()
+
+
 def test_texts_are_written_once(path: Path) -> None:
     with opened(path) as model, opened(path) as other:
         run = model.generate("the", 3)
@@ -175,6 +216,27 @@ def test_texts_obey_grammars(path: Path, kind: str, temperature: float) -> None:
         assert any(run.finish == "stop" for run in runs)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_stays_within_the_mask(path: Path, temperature: float) -> None:
+    digits = range(3 + 48, 3 + 58)  # tokens that are one byte
+    with opened(path) as model:
+
+        def text(bias: dict[int, float], **more: Any) -> Any:
+            return model.generate("the", 4, temperature=temperature, seed=1, bias=bias, **more).run()
+
+        for mask in (np.arange(600) == 7, np.isin(np.arange(600), [7, 9])):
+            run = text({300: 50.0, 7: 9.0}, allowed=lambda tokens, mask=mask: mask)
+            assert mask[run.ids].all()
+        pytest.importorskip("llguidance")
+        number = Grammar.regex("[0-9]{2}")
+        assert text({300: 50.0}, grammar=number).text.isdigit()
+        best = text(dict.fromkeys(digits, 0.5), grammar=number)
+        assert best.text == text({}, grammar=number).text  # all the same on top, and nothing else allowed
+        assert text(dict.fromkeys(digits, 0.5) | {digits[3]: 90.0}, grammar=number).text == "33"
+        with pytest.raises(ValueError, match="bias bans every token that the mask or the grammar allows"):
+            text(dict.fromkeys(digits, -np.inf), grammar=number)
+
+
 def test_json_by_schema(path: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {
@@ -202,6 +264,7 @@ def test_what_is_no_grammar_is_refused(path: Path) -> None:
         (Grammar.regex, "(a", "the regular expression is not understood"),
         (Grammar.json_schema, {"type": "strange"}, "the JSON schema is not understood: .*strange"),
         (Grammar.json_schema, "{", "the JSON schema is no JSON"),
+        (Grammar.json_schema, '{"items":' * 50000 + "{}" + "}" * 50000, "the JSON schema is no JSON, or too deep"),
         (Grammar.json_schema, "3", "the JSON schema is int, expected an object"),
     ):
         with pytest.raises(ValueError, match=said):

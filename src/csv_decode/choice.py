@@ -58,22 +58,40 @@ class Choice:
         #: Tokens that the head is not to choose: those banned, and those whose logit is changed.
         self.apart = np.array(sorted(bias), np.int64)
 
+    def candidates(self, bits: NDArray[np.uint32] | None) -> NDArray[np.int64]:
+        """Those tokens with another logit that a mask allows."""
+        if bits is None:
+            return np.arange(len(self.biased))
+        return np.nonzero(bits[self.biased // 32] >> (self.biased % 32).astype(np.uint32) & 1)[0]
+
     def mask(self, allowed: Array | None, rows: int) -> NDArray[np.uint32] | None:
-        """The mask as words, less the tokens apart; None allows all."""
+        """The mask as words, less the tokens apart; None allows all. If only such tokens are allowed, they stay."""
         bits = allowed_bits(allowed, 1, rows)[0]
         if not len(self.apart):
             return bits
-        bits = np.full(-(-rows // 32), 2**32 - 1, np.uint32) if bits is None else bits.copy()
-        np.bitwise_and.at(bits, self.apart // 32, ~(np.uint32(1) << (self.apart % 32).astype(np.uint32)))
-        return bits
+        left = np.full(-(-rows // 32), 2**32 - 1, np.uint32) if bits is None else bits.copy()
+        np.bitwise_and.at(left, self.apart // 32, ~(np.uint32(1) << (self.apart % 32).astype(np.uint32)))
+        if bits is not None and not left.any():
+            some = self.biased[self.candidates(bits)]
+            if not len(some):
+                raise ValueError("bias bans every token that the mask or the grammar allows here")
+            np.bitwise_or.at(left, some // 32, np.uint32(1) << (some % 32).astype(np.uint32))
+        return left
 
-    def with_biased(self, head: CertifiedHead, states: NDArray[np.float32], position: int, found: Chosen) -> Chosen:
-        """The tokens with a bias against the winners among all others: exact scores of both, in float64."""
+    def with_biased(
+        self, head: CertifiedHead, states: NDArray[np.float32], position: int, allowed: Array | None, found: Chosen
+    ) -> Chosen:
+        """The allowed tokens with a bias against the winners among all others: exact scores of both, in float64."""
         ids, logits, certificates = found
+        some = self.candidates(allowed_bits(allowed, 1, head.spec.n_rows)[0])
+        if not len(some):
+            return found
         out, values = ids.copy(), logits.copy()
         for i, state in enumerate(states):
-            every = np.append(self.biased, ids[i])
-            value = np.append(np.asarray(head.scores(state, self.biased[None]).logits)[0] + self.bias, logits[i])
+            every = self.biased[some]
+            value = np.asarray(head.scores(state, every[None]).logits)[0] + self.bias[some]
+            if ids[i] not in every:
+                every, value = np.append(every, ids[i]), np.append(value, logits[i])
             key = value
             if self.temperature:
                 key = value + self.temperature * gumbel(self.seed, self.stream, position + i, every)
@@ -92,10 +110,11 @@ def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
         some = [texts[i] for i in numbers]
         found = _best(head, some) if greedy else _draw(head, some)
         first = 0
-        for i, (choice, states, position, _) in zip(numbers, some, strict=True):
+        for i, (choice, states, position, allowed) in zip(numbers, some, strict=True):
             part = slice(first, first + len(states))
-            mine = (found[0][part], found[1][part], found[2][part])
-            out[i] = choice.with_biased(head, states, position, mine) if len(choice.biased) else mine
+            out[i] = (found[0][part], found[1][part], found[2][part])
+            if len(choice.biased):
+                out[i] = choice.with_biased(head, states, position, allowed, out[i])
             first += len(states)
     return [out[i] for i in range(len(texts))]
 

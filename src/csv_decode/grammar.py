@@ -64,8 +64,8 @@ class Grammar:
         """JSON that a schema describes: an object, or its text. {"type": "object"} is any object."""
         try:
             found = json.loads(schema) if isinstance(schema, str) else schema
-        except ValueError as error:
-            raise ValueError(f"the JSON schema is no JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the JSON schema is no JSON, or too deep: {error}") from None
         if not isinstance(found, Mapping):
             raise ValueError(f"the JSON schema is {type(found).__name__}, expected an object")
         return cls(f"start: %json {json.dumps(found)}\n", "JSON schema")

@@ -135,6 +135,8 @@ class Mass:
     @cached_property
     def bins(self) -> F64:
         """(MASS_BINS,) bounds of the mass of the rows not scored, by the bounds of their scores."""
+        if len(self.scan.scored(self.b)[0]) != len(self.ids):
+            raise AssertionError("rows were scored since, which neither the weights nor these bounds would count")
         return self.scan.mass(self.b, self.start, self.rate)
 
     def _read(self) -> tuple[F64, float]:
@@ -391,11 +393,13 @@ def draw(scan: Scan, noise: list[Noise], top_k: I64, top_p: F64, min_p: F64, log
                 if scan.closed(b) and count[b] >= len(scan.scored(b)[0]):
                     raise AssertionError("no row is in its own nucleus")
                 count[b] *= 4
-                if count[b] > 64:
+                if count[b] > 64:  # a token at a time would be V tokens of V rows each
                     scan.dense(b, "long walk")
-                    count[b] = len(scan.scored(b)[0])
-                again.append(b)
-            else:
+                    every = len(scan.scored(b)[0])
+                    found = _draw_among(scan, b, noise[b], every, top_p[b], min_p[b], log_min_p[b])
+                else:
+                    again.append(b)
+            if found is not None:
                 out[b] = found
                 ids, value, error = scan.scored(b)
                 one = slice(found, found + 1)

@@ -6,7 +6,7 @@ import codecs
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -127,6 +127,8 @@ class Writer(ABC):
         self.sequences = sequences
         self._held: list[list[int]] = [[] for _ in range(sequences)]  # tokens whose positions the model remembers
         self._chunks: list[list[int]] = [[] for _ in range(sequences)]  # of these, the first ones, read in whole chunks
+        #: Sequences whose context was shifted: what they remember does not follow from their tokens.
+        self._shifted: set[int] = set()
         self._tokens_of_grammars: Tokens | None = None
 
     @abstractmethod
@@ -157,12 +159,15 @@ class Writer(ABC):
             self._forget(sequence, start)
             del self._held[sequence][start:]
         del self._chunks[sequence][start // CHUNK * CHUNK :]
+        if not start:
+            self._shifted.discard(sequence)
 
     def forget(self) -> None:
         """Forgets all texts, so that each is read from its start."""
         for sequence in range(self.sequences):
             self._forget(sequence, 0)
             self._held[sequence], self._chunks[sequence] = [], []
+        self._shifted.clear()
 
     def _states(self, texts: Sequence[tuple[int, list[int], list[int]]]) -> list[NDArray[np.float32]]:
         """`_evaluate`, after whose failure nothing is known of what the model remembers."""
@@ -267,7 +272,8 @@ class Writer(ABC):
         while active or waiting:
             room = self.context - sum(len(work.tokens) + len(work.draft) for *_, work in active.values())
             while room < 0 and len(active) > 1:  # the latest text waits again, and what it had is computed once more
-                sequence, late = active.popitem()
+                sequence = next((at for at in reversed(active) if at not in self._shifted), next(reversed(active)))
+                late = active.pop(sequence)
                 self._drop(sequence)
                 waiting.appendleft(late)
                 room += len(late[2].tokens) + len(late[2].draft)
@@ -277,7 +283,7 @@ class Writer(ABC):
                 if active and length > room:
                     break
                 sequence = next(at for at in range(self.sequences) if at not in active)
-                self._begin(sequence, work.tokens)
+                self._begin(sequence, work.tokens, active)
                 active[sequence] = waiting.popleft()
                 room -= length
             states = self._states([(at, work.tokens, work.draft) for at, (_, _, work) in active.items()])
@@ -304,8 +310,9 @@ class Writer(ABC):
                     if active:
                         self._drop(at)
 
-    def _begin(self, sequence: int, tokens: list[int]) -> None:
-        """Reads the whole chunks of a text, but for those that are remembered."""
+    def _begin(self, sequence: int, tokens: list[int], active: Container[int]) -> None:
+        """Reads the whole chunks of a text, but for those that are remembered. Sequences that are not active then
+        forget: the context may have no room for them."""
         before = tokens[:-1]
         shared = [shared_start(chunks, before) // CHUNK * CHUNK for chunks in self._chunks]
         most = max(range(self.sequences), key=shared.__getitem__)
@@ -314,7 +321,9 @@ class Writer(ABC):
             self._copy(most, sequence, shared[most])
             self._held[sequence] = self._held[most][: shared[most]]
             self._chunks[sequence] = self._held[sequence].copy()
-        self._drop(sequence, shared[most])
+        for other in range(self.sequences):
+            if other not in active:
+                self._drop(other, shared[most] if other == sequence else 0)
         for end in range(len(self._held[sequence]) + CHUNK, len(before) + 1, CHUNK):
             self._states([(sequence, tokens[:end], [])])
             self._chunks[sequence] = tokens[:end]
@@ -339,7 +348,9 @@ class Writer(ABC):
     def _look_ahead(self, sequence: int, run: Generation, work: _Work, others: int) -> None:
         """Room for the next tokens of a text, and a draft of them."""
         if len(work.tokens) >= self.context:
-            work.tokens = self._shorten(sequence, work.tokens)
+            before, work.tokens = work.tokens, self._shorten(sequence, work.tokens)
+            if work.tokens is not before:
+                self._shifted.add(sequence)
             if work.lookup:
                 work.lookup.reset(work.tokens)
             if len(work.tokens) >= self.context:

@@ -17,6 +17,7 @@ __all__ = ["Body", "Vocabulary", "llama_library"]
 
 F32 = NDArray[np.float32]
 _quiet: Any = None
+_CLOSED = "the model is closed"
 
 
 def llama_library(verbose: bool = False) -> Any:
@@ -57,8 +58,13 @@ class Vocabulary:
             self._lib.llama_model_free(self._model)
             self._model = None
 
+    def _check(self) -> None:
+        if not self._model:
+            raise RuntimeError(_CLOSED)
+
     def encode(self, text: str, begin: bool = True, special: bool = True) -> list[int]:
         """Token ids. begin: with the tokens that the model wants in front; special: read names of special tokens."""
+        self._check()
         data = text.encode()
         count = len(data) + 8
         while True:
@@ -71,6 +77,7 @@ class Vocabulary:
     def piece(self, token: int, special: bool = False) -> bytes:
         """What a token stands for; special tokens stand for nothing unless `special`, nor do rows behind the last
         token."""
+        self._check()
         if token >= self.size:
             return b""
         size = 64
@@ -83,9 +90,11 @@ class Vocabulary:
 
     def ends(self, token: int) -> bool:
         """Whether it ends the generation."""
+        self._check()
         return token < self.size and bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     def chat_template(self) -> str | None:
+        self._check()
         found = self._lib.llama_model_chat_template(self._model, None)
         return found.decode() if found else None
 
@@ -143,6 +152,8 @@ class Body:
         out = np.empty((len(wanted), self.width), np.float32)
         done = 0
         with self._lock:
+            if not self._context:
+                raise RuntimeError(_CLOSED)
             for first in range(0, len(inputs), self.batch):
                 part = range(first, min(first + self.batch, len(inputs)))
                 here = [i for i in wanted if i in part]
@@ -173,19 +184,22 @@ class Body:
 
     def drop(self, sequence: int, start: int = 0, stop: int = -1) -> None:
         """Forgets positions from start on, up to stop (-1: all) of a sequence."""
-        self._lib.llama_memory_seq_rm(self._memory, sequence, start, stop)
+        if self._context:  # a text may be abandoned after the model was closed
+            self._lib.llama_memory_seq_rm(self._memory, sequence, start, stop)
 
     def copy(self, source: int, sequence: int, stop: int) -> None:
         """Positions below stop of a sequence become another's too: they are shared, not computed again."""
-        self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, stop)
+        if self._context:
+            self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, stop)
 
     def shift(self, sequence: int, start: int, by: int) -> None:
         """Moves the positions from start on."""
-        self._lib.llama_memory_seq_add(self._memory, sequence, start, -1, by)
+        if self._context:
+            self._lib.llama_memory_seq_add(self._memory, sequence, start, -1, by)
 
     @property
     def can_shift(self) -> bool:
-        return bool(self._lib.llama_memory_can_shift(self._memory))
+        return bool(self._context) and bool(self._lib.llama_memory_can_shift(self._memory))
 
 
 class ContextFullError(RuntimeError):

@@ -103,7 +103,10 @@ class LlamaModel(Writer):
         """Of texts that are the same so far only one is computed."""
         inputs, positions, sequences, wanted = list[int](), list[int](), list[int](), list[int]()
         every = [tokens + draft for _, tokens, draft in texts]
-        model = [next(j for j in range(i + 1) if texts[j][1:] == texts[i][1:]) for i in range(len(texts))]
+        alike = [None if sequence in self._shifted else text for sequence, *text in texts]
+        model = [
+            next(j for j in range(i + 1) if i == j or (alike[i] and alike[i] == alike[j])) for i in range(len(texts))
+        ]
         for i, (sequence, tokens, draft) in enumerate(texts):
             if model[i] == i:
                 same = shared_start(self._held[sequence], tokens[:-1])  # the last token always needs its state
