@@ -264,10 +264,11 @@ def test_errors_are_objects_without_paths(server: Server, client: Any) -> None:
         assert error["message"]
         assert "Traceback" not in answer.text
         assert "/" not in error["message"].replace("/v1/nothing", "")
-    assert (
-        httpx.post(server.url + "/v1/completions", content=b"{", headers={"Authorization": f"Bearer {KEY}"}).status_code
-        == 400
-    )
+    deep = b'{"prompt": "a", "json_schema": ' + b'{"items":' * 50000 + b"{}" + b"}" * 50001
+    for content in (b"{", deep):
+        answer = httpx.post(server.url + "/v1/completions", content=content, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
     assert httpx.get(server.url + "/v1/completions", headers={"Authorization": f"Bearer {KEY}"}).status_code == 405
 
 

@@ -88,8 +88,8 @@ def write(
             sys.stdout.write("\n")
         if not chat:
             sys.stdout.write(text)
-        started = time.perf_counter()
         run = model.generate(prompt, tokens, seed=seed, **options)
+        started = time.perf_counter()
         for step in run:
             certified += step.certificate.certified
             sys.stdout.write(step.text)

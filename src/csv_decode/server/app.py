@@ -21,6 +21,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..models import ModelError
@@ -129,8 +130,8 @@ def create_app(
         if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
             raise _RequestError(401, "the API key is missing or wrong", "invalid_api_key")
 
-    @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> Response:
+    @app.exception_handler(StarletteHTTPException)
+    async def _http(request: Request, error: StarletteHTTPException) -> Response:
         metrics.request(request.url.path, error.status_code)
         return _error(error.status_code, str(error.detail), getattr(error, "code", None), getattr(error, "param", None))
 
