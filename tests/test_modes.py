@@ -667,14 +667,15 @@ def test_verify_notices_subtler_forgeries(mode: str) -> None:
 
 
 def test_a_long_walk_ends_soon() -> None:
-    """Flat logits with ties, and a nucleus of one row: nearly every row of the race is outside."""
+    """Flat logits with ties, and a nucleus of one row: nearly every row of the race is outside. (A token at a time took
+    27 s, and takes 0.7 so.)"""
     rng = np.random.default_rng(0)
-    weight = rng.integers(-2, 3, (3000, 16)).astype(np.float32)
+    weight = rng.integers(-2, 3, (4100, 32)).astype(np.float32)
     head = cd.CertifiedHead(None, weight)
-    state = rng.integers(-2, 3, 16).astype(np.float32)
+    state = rng.integers(-2, 3, 32).astype(np.float32)
     logits = weight @ state
     best = np.nonzero(logits == logits.max())[0][0]  # the smallest id of the best
     started = time.perf_counter()
     for seed in range(3):
         assert head.sample(state, 1e6, top_p=1e-12, seed=seed).ids[0] == best
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 10

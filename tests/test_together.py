@@ -114,18 +114,6 @@ def test_only_whole_chunks_serve_another_text(path: Path, monkeypatch: pytest.Mo
         assert batches(prompt)[0] == (128, 64)
 
 
-def test_a_context_that_shifts_harms_no_other(path: Path) -> None:
-    """Texts that share positions: when one drops its older half, the others' must not move."""
-    with opened(path, context=40) as model:
-        prompt = TEXTS[0][0]
-        alone = [model.generate(prompt, n, temperature=1.0, seed=s).run().ids for s, n in ((1, 60), (2, 12), (3, 12))]
-        model.forget()
-        runs = [model.generate(prompt, n, temperature=1.0, seed=s) for s, n in ((1, 60), (2, 12), (3, 12))]
-        for _ in model.together(runs):
-            pass
-        assert [run.ids for run in runs] == alone
-
-
 def made(n: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(300, 600, n)]
 

@@ -64,7 +64,6 @@ class Scan:
         self.fallback: list[str | None] = [None] * n
         self._parts: list[list[tuple[I64, F64, F64]]] = [[] for _ in range(n)]
         self.survivors = np.zeros(n, np.int64)
-        self._plane_rows: list[int] = []
         self._ledger: Any = None
         self._closed = np.zeros(n, bool)  # every row scored
         self._floor = np.full(n, np.inf)  # every row that may have a larger score is scored
