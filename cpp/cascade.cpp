@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "pool.hpp"
@@ -54,12 +55,43 @@ float bar_of(const StepResult& step, const Margin* margin) {
   return below_float32(margin ? bar - (margin->relative * std::fabs(bar) + margin->absolute) : bar);
 }
 
+// The smallest float32 that is not below x.
+float above_float32(double x) {
+  const float near = static_cast<float>(x);
+  return static_cast<double>(near) < x ? std::nextafter(near, std::numeric_limits<float>::infinity()) : near;
+}
+
 }  // namespace
 
 float below_float32(double x) {
   constexpr float kLowest = -std::numeric_limits<float>::infinity();
   float bar = static_cast<float>(x);
   return static_cast<double>(bar) >= x ? std::nextafter(bar, kLowest) : bar;
+}
+
+Sieve sieve_of(const Plane& plane, const PlaneState& state, float bar) {
+  double offset = 0, high = 0, low = 0;  // sums of cmax hi, cmax |hi| and cmax |lo|: integers
+  int64_t j = 0;
+  for (int i = 0; i < plane.n_segments; ++i) {
+    const double cmax = (1 << plane.segments[i].bits) - 1;
+    for (const int64_t end = j + plane.segments[i].slots(); j < end; ++j) {
+      offset += cmax * state.hi[j];
+      high += cmax * std::abs(state.hi[j]);
+      low += cmax * std::abs(state.lo[j]);
+    }
+  }
+  const double step = 512 * state.half_scale;
+  const double constant = state.half_scale * (low - 256 * offset) + state.constant;
+  double reach = step * high + std::fabs(constant);
+  for (double norm : state.norm) reach += 255 * norm;
+  Sieve out{};
+  out.fine = state;
+  out.step = static_cast<float>(step);
+  out.constant = above_float32(constant + 0x1p-20 * reach + 0x1p-140 * (1 + high));
+  for (int g = 0; g < kGroups; ++g) out.norm[g] = above_float32(state.norm[g]);
+  out.start = above_float32(state.base + state.slack + 0x1p-20 * (std::fabs(state.base) + state.slack) + 0x1p-140);
+  out.bar = bar;
+  return out;
 }
 
 void top_values(const Kernels& kernels, const float* values, int64_t first, int64_t last, int64_t count,
@@ -280,6 +312,25 @@ struct Cascade::Columns {
   }
 };
 
+// Memory for some rows of a range, which nobody clears.
+class Cascade::Room {
+  std::unique_ptr<char[]> memory_;
+
+ public:
+  int64_t* rows;
+  float *centre, *upper;
+
+  explicit Room(int64_t n)
+      : memory_(new char[static_cast<size_t>(n) * (sizeof(int64_t) + 2 * sizeof(float)) + 1]),
+        rows(reinterpret_cast<int64_t*>(memory_.get())),
+        centre(reinterpret_cast<float*>(rows + n)),
+        upper(centre + n) {}
+
+  Sifted of(int64_t first) const {
+    return {rows + first, centre + first, upper + first, 0, -std::numeric_limits<float>::infinity()};
+  }
+};
+
 // Rows that are still in the race, in rising order, with their bounds, and the largest key of those that are not.
 struct Cascade::Left {
   std::vector<int64_t> rows;
@@ -292,6 +343,20 @@ struct Cascade::Left {
     buffer->resize(values.size());
     kernels.add(values.data(), extra.data(), static_cast<int64_t>(values.size()), buffer->data());
     return *buffer;
+  }
+
+  // Takes rows [first, last) of plane 0 whose key is above bar. `room` holds last - first indices.
+  void take(const Kernels& kernels, const Columns& columns, int64_t first, int64_t last, float bar, int64_t* room) {
+    std::vector<float> buffer;
+    const float* keys = columns.keys(kernels, columns.upper, first, last, &buffer);
+    const int64_t n = kernels.select(keys, 0, last - first, bar, room, &dropped);
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t row = first + room[j];
+      rows.push_back(row);
+      centre.push_back(columns.centre[row]);
+      upper.push_back(columns.upper[row]);
+      if (columns.extra) extra.push_back(columns.extra[row]);
+    }
   }
 
   // Drops the rows whose key is not above bar.
@@ -313,6 +378,13 @@ struct Cascade::Left {
     if (!extra.empty()) extra.resize(keep.size());
   }
 
+  void take(const Sifted& more) {
+    rows.assign(more.rows, more.rows + more.n);
+    centre.assign(more.centre, more.centre + more.n);
+    upper.assign(more.upper, more.upper + more.n);
+    dropped = more.dropped;
+  }
+
   void append(const Left& more) {
     rows.insert(rows.end(), more.rows.begin(), more.rows.end());
     centre.insert(centre.end(), more.centre.begin(), more.centre.end());
@@ -322,25 +394,11 @@ struct Cascade::Left {
   }
 };
 
-// Plane 0's survivors among rows [first, last), refined by one plane after another; `counts` gets how many each leaves.
-void Cascade::descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns,
-                      int64_t first, int64_t last, float bar, Left* left, int64_t* counts) const {
-  std::vector<float> buffer;
+// What plane 0 has left of a range of rows, refined by one plane after another; `counts` gets how many each leaves.
+void Cascade::descend(const Kernels& kernels, const Prepared& state, const Race* race, float bar, Left* left,
+                      int64_t* counts) const {
   std::vector<int64_t>& rows = left->rows;
-  rows.resize(static_cast<size_t>(last - first));
-  const float* keys = columns.keys(kernels, columns.upper, first, last, &buffer);
-  const int64_t n = kernels.select(keys, 0, last - first, bar, rows.data(), &left->dropped);
-  rows.resize(static_cast<size_t>(n));
-  left->centre.resize(rows.size());
-  left->upper.resize(rows.size());
-  if (race) left->extra.resize(rows.size());
-  for (size_t j = 0; j < rows.size(); ++j) {
-    rows[j] += first;
-    left->centre[j] = columns.centre[rows[j]];
-    left->upper[j] = columns.upper[rows[j]];
-    if (race) left->extra[j] = columns.extra[rows[j]];
-  }
-  counts[0] = n;
+  counts[0] = static_cast<int64_t>(rows.size());
   std::vector<float> start;
   for (size_t i = 1; i < spec_.planes.size(); ++i) {
     start = left->centre;
@@ -395,7 +453,8 @@ void Cascade::give_back(std::unique_ptr<Scratch> scratch) const {
 }
 
 std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
-                                      int64_t spare, int64_t budget, const Race* races, const Margin* margins) {
+                                      int64_t spare, int64_t budget, const Race* races, const Margin* margins,
+                                      const int64_t* guesses) {
   const CascadeSpec& s = spec_;
   const Plane& plane = s.planes[0].plane;
   Session session(team);
@@ -403,22 +462,37 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
   std::vector<Prepared> states = prepare(kernels, team, h, n_states);
   std::vector<StepResult> out(states.size());
   std::vector<PlaneState> first_plane;
-  std::vector<int> live;
+  std::vector<Sieve> sieves;
+  std::vector<int> live, known;  // states without and with a guess
   for (int b = 0; b < n_states; ++b) {
     StepResult& result = out[static_cast<size_t>(b)];
+    const Prepared& state = states[static_cast<size_t>(b)];
     result.threshold = result.max_unopened = -kInfinity;
-    result.energy = states[static_cast<size_t>(b)].energy;
-    result.finite = states[static_cast<size_t>(b)].finite;
+    result.energy = state.energy;
+    result.finite = state.finite;
     result.within_budget = false;
     result.bytes_read = 0;
-    result.vanishing = states[static_cast<size_t>(b)].vanishing;
+    result.vanishing = state.vanishing;
     if (!result.finite || result.vanishing) continue;
+    if (guesses) {  // their k-th score is a bar for all rows
+      std::vector<int64_t> ids(guesses + b * k, guesses + (b + 1) * k);
+      std::sort(ids.begin(), ids.end());
+      if (ids[0] >= 0 && std::adjacent_find(ids.begin(), ids.end()) == ids.end()) {
+        score(kernels, Team{}, h + b * s.rows.width, nullptr, k, std::move(ids), &result);
+        known.push_back(b);
+        sieves.push_back(sieve_of(plane, state.planes[0], bar_of(result, nullptr)));
+        continue;
+      }
+    }
     live.push_back(b);
-    first_plane.push_back(states[static_cast<size_t>(b)].planes[0]);
+    first_plane.push_back(state.planes[0]);
   }
-  if (live.empty()) return out;
+  const int64_t n_open = static_cast<int64_t>(live.size()), n_known = static_cast<int64_t>(known.size());
+  live.insert(live.end(), known.begin(), known.end());
+  const int64_t n_live = n_open + n_known;
+  if (n_live == 0) return out;
 
-  std::unique_ptr<Scratch> scratch = borrow(live.size() * static_cast<size_t>(n_rows));
+  std::unique_ptr<Scratch> scratch = borrow(static_cast<size_t>(n_open * n_rows));
   float *centre = scratch->centre.data(), *upper = scratch->upper.data(), *extra = nullptr;
   if (races) {
     if (scratch->extra.size() < scratch->centre.size()) scratch->extra.resize(scratch->centre.size());
@@ -431,27 +505,53 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
     return Columns{centre + i * n_rows, upper + i * n_rows, extra ? extra + i * n_rows : nullptr};
   };
 
+  // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
+  constexpr int64_t kRange = 4096;
+  const int64_t ranges = (n_rows + kRange - 1) / kRange;
+  std::vector<Left> left(static_cast<size_t>(ranges * n_live));
+  auto left_of = [&](int64_t i, int64_t range) { return &left[static_cast<size_t>(i * ranges + range)]; };
+
   // Every code of plane 0 is read once, whatever the batch; each task also keeps the best-looking rows of its range.
   const int64_t lead = k + spare;
   std::vector<std::vector<std::pair<float, int64_t>>> leaders(live.size());
-  const int64_t n_live = static_cast<int64_t>(live.size());
   std::mutex mutex;
-  parallel_ranges(team, blocks, 64, [&](int64_t first, int64_t last) {
-    kernels.screen(plane, first_plane.data(), static_cast<int>(live.size()), nullptr, first, last, centre, upper,
-                   n_rows);
-    const int64_t from = first * kInterleave, to = std::min(n_rows, last * kInterleave);
-    std::vector<float> buffer;
-    std::vector<int64_t> found;
-    for (int64_t i = 0; i < n_live; ++i) {
-      const Race* race = race_of(i);
-      if (race) kernels.noise(race->key, raised(race->temperature), from, to - from, extra + i * n_rows + from);
-      const float* looks = columns(i).keys(kernels, centre + i * n_rows, from, to, &buffer);
-      found.clear();
-      top_values(kernels, looks, 0, to - from, lead, &found);
-      std::lock_guard<std::mutex> lock(mutex);
-      for (int64_t row : found) leaders[static_cast<size_t>(i)].emplace_back(looks[row], from + row);
-    }
-  });
+  if (n_open) {
+    parallel_ranges(team, blocks, 64, [&](int64_t first, int64_t last) {
+      kernels.screen(plane, first_plane.data(), static_cast<int>(n_open), nullptr, first, last, centre, upper, n_rows);
+      const int64_t from = first * kInterleave, to = std::min(n_rows, last * kInterleave);
+      std::vector<float> buffer;
+      std::vector<int64_t> found;
+      for (int64_t i = 0; i < n_open; ++i) {
+        const Race* race = race_of(i);
+        if (race) kernels.noise(race->key, raised(race->temperature), from, to - from, extra + i * n_rows + from);
+        const float* looks = columns(i).keys(kernels, centre + i * n_rows, from, to, &buffer);
+        found.clear();
+        top_values(kernels, looks, 0, to - from, lead, &found);
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int64_t row : found) leaders[static_cast<size_t>(i)].emplace_back(looks[row], from + row);
+      }
+    });
+  }
+  if (n_known) {
+    parallel(team, ranges, [&](int64_t range) {
+      const Room room(n_known * kRange);
+      std::vector<Sifted> sifted;
+      for (int64_t i = 0; i < n_known; ++i) sifted.push_back(room.of(i * kRange));
+      kernels.sift(plane, sieves.data(), static_cast<int>(n_known), range * kRange / kInterleave,
+                   std::min(blocks, (range + 1) * kRange / kInterleave), sifted.data());
+      std::vector<int64_t> found;
+      for (int64_t i = 0; i < n_known; ++i) {
+        Left* to = left_of(n_open + i, range);
+        to->take(sifted[static_cast<size_t>(i)]);
+        found.clear();
+        top_values(kernels, to->centre.data(), 0, static_cast<int64_t>(to->rows.size()), lead, &found);
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int64_t j : found)
+          leaders[static_cast<size_t>(n_open + i)].emplace_back(to->centre[static_cast<size_t>(j)],
+                                                                to->rows[static_cast<size_t>(j)]);
+      }
+    });
+  }
   parallel(team, n_live, [&](int64_t i) {
     auto& best = leaders[static_cast<size_t>(i)];
     std::sort(best.begin(), best.end(),
@@ -461,17 +561,18 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
     score(kernels, Team{}, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i), k, std::move(ids), &out[at(i)]);
   });
 
-  // A task takes a range of rows for all states, so what one state has brought in is at hand for the next.
-  constexpr int64_t kRange = 4096;
-  const int64_t ranges = (n_rows + kRange - 1) / kRange;
   const size_t planes = s.planes.size();
-  std::vector<Left> left(static_cast<size_t>(ranges * n_live));
   std::vector<int64_t> counts(left.size() * planes);
   parallel(team, ranges, [&](int64_t range) {
+    const Room room(n_open ? kRange : 0);
     for (int64_t i = 0; i < n_live; ++i) {
-      const size_t to = static_cast<size_t>(i * ranges + range);
-      descend(kernels, states[at(i)], race_of(i), columns(i), range * kRange, std::min(n_rows, (range + 1) * kRange),
-              bar_of(out[at(i)], margin_of(i)), &left[to], &counts[to * planes]);
+      Left* some = left_of(i, range);
+      const float bar = bar_of(out[at(i)], margin_of(i));
+      if (i < n_open)
+        some->take(kernels, columns(i), range * kRange, std::min(n_rows, (range + 1) * kRange), bar, room.rows);
+      else
+        some->select(kernels, bar);
+      descend(kernels, states[at(i)], race_of(i), bar, some, &counts[static_cast<size_t>(i * ranges + range) * planes]);
     }
   });
   parallel(n_live > 1 ? team : Team{}, n_live, [&](int64_t i) {
@@ -479,9 +580,8 @@ std::vector<StepResult> Cascade::scan(const Kernels& kernels, const Team& team, 
     std::vector<int64_t>& survivors = out[at(i)].survivors;
     survivors.resize(planes);
     for (int64_t range = 0; range < ranges; ++range) {
-      const size_t from = static_cast<size_t>(i * ranges + range);
-      all.append(left[from]);
-      for (size_t p = 0; p < planes; ++p) survivors[p] += counts[from * planes + p];
+      all.append(*left_of(i, range));
+      for (size_t p = 0; p < planes; ++p) survivors[p] += counts[static_cast<size_t>(i * ranges + range) * planes + p];
     }
     finish(kernels, n_live > 1 ? Team{} : team, h + live[static_cast<size_t>(i)] * s.rows.width, race_of(i),
            margin_of(i), std::move(all), k, budget, &out[at(i)]);

@@ -99,18 +99,21 @@ class Cascade {
 
   // h: (n_states, width) float64, finite. k >= 1 rows wanted, `spare` more scored for the first threshold, at most
   // `budget` survivors scored at the end. races: null, or one for each state, and the k first of each are wanted.
-  // margins: null, or of each state how far below the k-th rows are scored as well.
+  // margins: null, or of each state how far below the k-th rows are scored as well. guesses: null, or without a race
+  // (n_states, k) different rows that may be the best ones, or -1 for a state without.
   std::vector<StepResult> scan(const Kernels& kernels, const Team& team, const double* h, int n_states, int64_t k,
-                               int64_t spare, int64_t budget, const Race* races, const Margin* margins);
+                               int64_t spare, int64_t budget, const Race* races, const Margin* margins,
+                               const int64_t* guesses);
 
  private:
   struct Left;
   struct Columns;
+  class Room;
 
   void score(const Kernels& kernels, const Team& team, const double* h, const Race* race, int64_t k, std::vector<int64_t> ids,
              StepResult* out) const;
-  void descend(const Kernels& kernels, const Prepared& state, const Race* race, const Columns& columns, int64_t first,
-               int64_t last, float bar, Left* left, int64_t* counts) const;
+  void descend(const Kernels& kernels, const Prepared& state, const Race* race, float bar, Left* left,
+               int64_t* counts) const;
   void finish(const Kernels& kernels, const Team& team, const double* h, const Race* race, const Margin* margin, Left left,
               int64_t k, int64_t budget, StepResult* out) const;
 
@@ -129,6 +132,9 @@ void top_values(const Kernels& kernels, const float* values, int64_t first, int6
 // Scores of rows `ids` with h (width), bias included: |value - score| <= error.
 void score_rows(const CascadeSpec& spec, const Kernels& kernels, const Team& team, const double* h, const int64_t* ids,
                 int64_t n, double* value, double* error);
+
+// A state of plane 0 for `sift`. See bounds/planes.py (`sieves`) for the proof.
+Sieve sieve_of(const Plane& plane, const PlaneState& state, float bar);
 
 // The largest float32 strictly below x.
 float below_float32(double x);

@@ -36,6 +36,7 @@ inline void accumulate(__m256i w, const __m256i* h, const __m256i* l, Sums* sums
 }
 
 // The eight fields of 3 bits of one word of each part.
+template <bool Low>
 inline void accumulate3(__m256i p, __m256i q, __m256i r, const __m256i* h, const __m256i* l, Sums* sums) {
   const __m256i three = _mm256_set1_epi8(3), four = _mm256_set1_epi8(4);
   const __m256i ones = _mm256_set1_epi16(1);
@@ -46,13 +47,13 @@ inline void accumulate3(__m256i p, __m256i q, __m256i r, const __m256i* h, const
     __m256i high = _mm256_and_si256(f < 2 ? _mm256_slli_epi32(r, 2 - f) : _mm256_srli_epi32(r, f - 2), four);
     __m256i c = _mm256_or_si256(low, high);
     a = _mm256_add_epi16(a, _mm256_maddubs_epi16(c, h[f]));
-    b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
+    if constexpr (Low) b = _mm256_add_epi16(b, _mm256_maddubs_epi16(c, l[f]));
   }
   sums->hi = _mm256_add_epi32(sums->hi, _mm256_madd_epi16(a, ones));
-  sums->lo = _mm256_add_epi32(sums->lo, _mm256_madd_epi16(b, ones));
+  if constexpr (Low) sums->lo = _mm256_add_epi32(sums->lo, _mm256_madd_epi16(b, ones));
 }
 
-template <int Bits>
+template <int Bits, bool Low>
 inline const uint32_t* block_segment(const uint32_t* words, int count, const int8_t* hi, const int8_t* lo, Sums* sums,
                                      const char** ahead) {
   constexpr int kFields = Bits == 3 ? 8 : 8 / Bits;
@@ -62,9 +63,11 @@ inline const uint32_t* block_segment(const uint32_t* words, int count, const int
     for (int f = 0; f < kFields; ++f) {
       int32_t h32, l32;
       __builtin_memcpy(&h32, hi + (f * part + t) * 4, 4);
-      __builtin_memcpy(&l32, lo + (f * part + t) * 4, 4);
       h[f] = _mm256_set1_epi32(h32);
-      l[f] = _mm256_set1_epi32(l32);
+      if constexpr (Low) {
+        __builtin_memcpy(&l32, lo + (f * part + t) * 4, 4);
+        l[f] = _mm256_set1_epi32(l32);
+      }
     }
     const uint32_t* at = words + static_cast<int64_t>(t) * kInterleave;
     const int64_t next = static_cast<int64_t>(part) * kInterleave;
@@ -74,13 +77,48 @@ inline const uint32_t* block_segment(const uint32_t* words, int count, const int
       if constexpr (Bits == 3) {
         const __m256i* q = reinterpret_cast<const __m256i*>(at + 8 * half + next);
         const __m256i* r = reinterpret_cast<const __m256i*>(at + 8 * half + 2 * next);
-        accumulate3(_mm256_loadu_si256(w), _mm256_loadu_si256(q), _mm256_loadu_si256(r), h, l, sums + half);
+        accumulate3<Low>(_mm256_loadu_si256(w), _mm256_loadu_si256(q), _mm256_loadu_si256(r), h, l, sums + half);
       } else {
-        accumulate<Bits>(_mm256_loadu_si256(w), h, l, sums + half);
+        accumulate<Bits, Low>(_mm256_loadu_si256(w), h, l, sums + half);
       }
     }
   }
   return words + static_cast<int64_t>(count) * kInterleave;
+}
+
+// Integer sums of a block, of the high bytes of a state and, with `Low`, of the low ones.
+template <bool Low>
+inline void block_sums(const Plane& p, const PlaneState& s, int64_t block, int32_t* h, int32_t* l) {
+  const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
+  const char* ahead = reinterpret_cast<const char*>(words) + kPrefetchBytes;
+  const int8_t *hi = s.hi, *lo = s.lo;
+  __m256i zero = _mm256_setzero_si256();
+  Sums sums[2] = {{zero, zero}, {zero, zero}};
+  for (int i = 0; i < p.n_segments; ++i) {
+    int count = p.segments[i].words, bits = p.segments[i].bits;
+    if (bits == 4)
+      words = block_segment<4, Low>(words, count, hi, lo, sums, &ahead);
+    else if (bits == 3)
+      words = block_segment<3, Low>(words, count, hi, lo, sums, &ahead);
+    else if (bits == 2)
+      words = block_segment<2, Low>(words, count, hi, lo, sums, &ahead);
+    else
+      words = block_segment<1, Low>(words, count, hi, lo, sums, &ahead);
+    hi += p.segments[i].slots();
+    lo += p.segments[i].slots();
+  }
+  for (int half = 0; half < 2; ++half) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(h + 8 * half), sums[half].hi);
+    if constexpr (Low) _mm256_storeu_si256(reinterpret_cast<__m256i*>(l + 8 * half), sums[half].lo);
+  }
+}
+
+inline void screen_block(const Plane& p, const PlaneState& s, int64_t block, float* centre, float* upper) {
+  int32_t h[kInterleave], l[kInterleave];
+  block_sums<true>(p, s, block, h, l);
+  double dot[kInterleave];
+  for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
+  bound_block(p, s, block, dot, centre, upper);
 }
 
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
@@ -88,33 +126,24 @@ void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_
   for (int64_t block = first; block < last; ++block) {
     if (closed_block(p, open, block, n_states, centre, upper, stride)) continue;
     for (int b = 0; b < n_states; ++b) {
-      const PlaneState& s = states[b];
-      const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
-      const char* ahead = reinterpret_cast<const char*>(words) + kPrefetchBytes;
-      const int8_t *hi = s.hi, *lo = s.lo;
-      __m256i zero = _mm256_setzero_si256();
-      Sums sums[2] = {{zero, zero}, {zero, zero}};
-      for (int i = 0; i < p.n_segments; ++i) {
-        int count = p.segments[i].words, bits = p.segments[i].bits;
-        if (bits == 4)
-          words = block_segment<4>(words, count, hi, lo, sums, &ahead);
-        else if (bits == 3)
-          words = block_segment<3>(words, count, hi, lo, sums, &ahead);
-        else if (bits == 2)
-          words = block_segment<2>(words, count, hi, lo, sums, &ahead);
-        else
-          words = block_segment<1>(words, count, hi, lo, sums, &ahead);
-        hi += p.segments[i].slots();
-        lo += p.segments[i].slots();
+      const int64_t at = b * stride + block * kInterleave;
+      screen_block(p, states[b], block, centre + at, upper + at);
+    }
+  }
+}
+
+void sift(const Plane& p, const Sieve* sieves, int n_states, int64_t first, int64_t last, Sifted* out) {
+  for (int64_t block = first; block < last; ++block) {
+    const int64_t n = rows_of_block(p, block);
+    for (int b = 0; b < n_states; ++b) {
+      if (n == kInterleave) {
+        int32_t hi[kInterleave];
+        block_sums<false>(p, sieves[b].fine, block, hi, nullptr);
+        if (close_block(p, sieves[b], block, hi, &out[b].dropped)) continue;
       }
-      alignas(32) int32_t h[kInterleave], l[kInterleave];
-      for (int half = 0; half < 2; ++half) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(h + 8 * half), sums[half].hi);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(l + 8 * half), sums[half].lo);
-      }
-      double dot[kInterleave];
-      for (int r = 0; r < kInterleave; ++r) dot[r] = join(h[r], l[r]);
-      bound_block(p, s, block, dot, centre + b * stride, upper + b * stride);
+      float centre[kInterleave], upper[kInterleave];
+      screen_block(p, sieves[b].fine, block, centre, upper);
+      keep_rows(block * kInterleave, n, sieves[b].bar, centre, upper, out + b);
     }
   }
 }
@@ -279,7 +308,7 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 
 }  // namespace
 
-const Kernels avx2_kernels = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
+const Kernels avx2_kernels = {screen, sift, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
                                 joint_terms};
 
 }  // namespace csv_decode

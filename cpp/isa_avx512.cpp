@@ -47,35 +47,62 @@ inline __m512i add_wide(__m512i acc, __m512i pairs) {
 template <int Bits>
 constexpr int kWiden = 32767 / (256 * ((1 << Bits) - 1) * (Bits == 3 ? 8 : 8 / Bits));
 
+// Words of `Count` rows of state bytes side by side, so that one pointer serves all of them.
+template <int Count>
+void lay_out(const int8_t* const* bytes, int64_t slots, int32_t* to) {
+  for (int64_t at = 0; at < slots; at += 4)
+    for (int i = 0; i < Count; ++i) __builtin_memcpy(to++, bytes[i] + at, 4);
+}
+
 // Sums of S states and N blocks of 16 rows: lane r belongs to row r of its block. Few sums alone would wait for
-// themselves, so they are then split in two chains.
-template <int S, int N>
+// themselves, so they are then split in chains.
+template <int S, int N, bool Low>
 struct Sums {
-  static constexpr int kChains = kVnni && S * N < 4 ? 2 : 1;
-  __m512i hi[S][N][kChains], lo[S][N][kChains];
+  static constexpr int kChains = !kVnni || S * N >= 4 ? 1 : S * N > 1 || Low ? 2 : 4;
+  __m512i hi[S][N][kChains], lo[Low ? S : 1][Low ? N : 1][kChains];
+
+  Sums() {
+    for (int s = 0; s < S; ++s)
+      for (int n = 0; n < N; ++n)
+        for (int c = 0; c < kChains; ++c) {
+          hi[s][n][c] = _mm512_setzero_si512();
+          if constexpr (Low) lo[s][n][c] = _mm512_setzero_si512();
+        }
+  }
+  static __m512i whole(const __m512i* chains) {
+    __m512i sum = chains[0];
+    for (int c = 1; c < kChains; ++c) sum = _mm512_add_epi32(sum, chains[c]);
+    return sum;
+  }
 };
 
-// State words are broadcast, once for all blocks; codes are taken apart once for all states.
-template <int Bits, int S, int N>
-__attribute__((always_inline)) inline void block_segment(const uint32_t* const* words, int count,
-                                                         const int8_t* const* hi, const int8_t* const* lo,
-                                                         Sums<S, N>* sums, const char** ahead) {
+// State words are broadcast, once for all blocks; codes are taken apart once for all states. The sums are copied to arrays
+// of this function, which the compiler keeps in registers.
+template <int Bits, int S, int N, bool Low>
+__attribute__((always_inline)) inline void block_segment(const uint32_t* const* words, int count, const int32_t* states,
+                                                         Sums<S, N, Low>* sums, const char** ahead) {
   constexpr int kFields = Bits == 3 ? 8 : 8 / Bits, kParts = Bits == 3 ? 3 : 1;
-  constexpr int kChains = Sums<S, N>::kChains;
+  constexpr int kChains = kVnni ? Sums<S, N, Low>::kChains : 1;
   const int part = count / kParts;
-  __m512i hi16[S][N], lo16[S][N];
-  auto clear = [&] {
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i hi[S][N][kChains], lo[S][N][kChains];
+  auto each = [](auto&& work) {
+#pragma GCC unroll 8
     for (int s = 0; s < S; ++s)
-      for (int n = 0; n < N; ++n) hi16[s][n] = lo16[s][n] = _mm512_setzero_si512();
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c) work(s, n, c);
   };
-  auto widen = [&] {
-    for (int s = 0; s < S; ++s)
-      for (int n = 0; n < N; ++n) {
-        sums->hi[s][n][0] = add_wide(sums->hi[s][n][0], hi16[s][n]);
-        sums->lo[s][n][0] = add_wide(sums->lo[s][n][0], lo16[s][n]);
-      }
+  auto start = [&](int s, int n, int c) {
+    hi[s][n][c] = kVnni ? sums->hi[s][n][c] : zero;
+    if constexpr (Low) lo[s][n][c] = kVnni ? sums->lo[s][n][c] : zero;
   };
-  if constexpr (!kVnni) clear();
+  auto finish = [&](int s, int n, int c) {
+    sums->hi[s][n][c] = kVnni ? hi[s][n][c] : add_wide(sums->hi[s][n][c], hi[s][n][c]);
+    if constexpr (Low) sums->lo[s][n][c] = kVnni ? lo[s][n][c] : add_wide(sums->lo[s][n][c], lo[s][n][c]);
+  };
+  each(start);
   int room = kWiden<Bits>;
   for (int t = 0; t < part; ++t) {
     __m512i w[N][kParts];
@@ -93,35 +120,53 @@ __attribute__((always_inline)) inline void block_segment(const uint32_t* const* 
       __m512i c[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) c[n] = field<Bits>(w[n], f);
-      const int at = (f * part + t) * 4;
-#pragma GCC unroll 4
+      const int32_t* at = states + static_cast<int64_t>(f * part + t) * (Low ? 2 * S : S);
+#pragma GCC unroll 8
       for (int s = 0; s < S; ++s) {
-        int32_t h32, l32;
-        __builtin_memcpy(&h32, hi[s] + at, 4);
-        __builtin_memcpy(&l32, lo[s] + at, 4);
-        const __m512i h = _mm512_set1_epi32(h32), l = _mm512_set1_epi32(l32);
+        const __m512i h = _mm512_set1_epi32(at[Low ? 2 * s : s]);
+        const __m512i l = Low ? _mm512_set1_epi32(at[2 * s + 1]) : h;
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-          if constexpr (kVnni) {
-            __m512i &a = sums->hi[s][n][f % kChains], &b = sums->lo[s][n][f % kChains];
-            a = add_dot(a, c[n], h);
-            b = add_dot(b, c[n], l);
-          } else {
-            hi16[s][n] = add_pairs(hi16[s][n], c[n], h);
-            lo16[s][n] = add_pairs(lo16[s][n], c[n], l);
-          }
+          __m512i &a = hi[s][n][f % kChains], &b = lo[s][n][f % kChains];
+          a = kVnni ? add_dot(a, c[n], h) : add_pairs(a, c[n], h);
+          if constexpr (Low) b = kVnni ? add_dot(b, c[n], l) : add_pairs(b, c[n], l);
         }
       }
     }
     if constexpr (!kVnni) {
       if (--room == 0) {
-        widen();
-        clear();
+        each(finish);
+        each([&](int s, int n, int c) {
+          hi[s][n][c] = zero;
+          if constexpr (Low) lo[s][n][c] = zero;
+        });
         room = kWiden<Bits>;
       }
     }
   }
-  if constexpr (!kVnni) widen();
+  each(finish);
+}
+
+// The codes of N blocks against S states that lie side by side.
+template <int S, int N, bool Low>
+__attribute__((always_inline)) inline void block_sums(const Plane& p, int64_t block, const int32_t* states,
+                                                      Sums<S, N, Low>* sums) {
+  const uint32_t* words[N];
+  for (int n = 0; n < N; ++n) words[n] = p.words + (block + n) * kInterleave * p.words_per_row + kInterleave;
+  const char* ahead = reinterpret_cast<const char*>(p.words + block * kInterleave * p.words_per_row) + kPrefetchBytes;
+  for (int i = 0; i < p.n_segments; ++i) {
+    const int count = p.segments[i].words, bits = p.segments[i].bits;
+    if (bits == 4)
+      block_segment<4, S, N, Low>(words, count, states, sums, &ahead);
+    else if (bits == 3)
+      block_segment<3, S, N, Low>(words, count, states, sums, &ahead);
+    else if (bits == 2)
+      block_segment<2, S, N, Low>(words, count, states, sums, &ahead);
+    else
+      block_segment<1, S, N, Low>(words, count, states, sums, &ahead);
+    for (int n = 0; n < N; ++n) words[n] += static_cast<int64_t>(count) * kInterleave;
+    states += p.segments[i].slots() / 4 * (Low ? 2 * S : S);
+  }
 }
 
 struct Bounds8 {
@@ -155,7 +200,7 @@ inline __m512d bf16_to_double8(const uint16_t* p) {
   return _mm512_cvtps_pd(_mm256_castsi256_ps(bits));
 }
 
-// The float part of a block, from its integer sums.
+// The float part of a block, from its integer sums. `centre` and `upper` are of the block.
 inline void finish_block(const Plane& p, const PlaneState& s, int64_t block, __m512i sum_hi, __m512i sum_lo,
                          float* centre, float* upper) {
   const int64_t row0 = block * kInterleave;
@@ -177,73 +222,198 @@ inline void finish_block(const Plane& p, const PlaneState& s, int64_t block, __m
     const __m256i h = half ? _mm512_extracti64x4_epi64(sum_hi, 1) : _mm512_castsi512_si256(sum_hi);
     const __m256i l = half ? _mm512_extracti64x4_epi64(sum_lo, 1) : _mm512_castsi512_si256(sum_lo);
     const Bounds8 out = bound8(s, start, bf16_to_double8(p.rho + row), r, h, l);
-    _mm256_storeu_ps(centre + row, out.centre);
-    _mm256_storeu_ps(upper + row, out.upper);
+    _mm256_storeu_ps(centre + half * 8, out.centre);
+    _mm256_storeu_ps(upper + half * 8, out.upper);
   }
 }
 
 template <int S, int N>
-void screen_states(const Plane& p, const PlaneState* states, int64_t block, float* centre, float* upper,
-                   int64_t stride) {
-  const uint32_t* words[N];
-  for (int n = 0; n < N; ++n) words[n] = p.words + (block + n) * kInterleave * p.words_per_row + kInterleave;
-  const int8_t *hi[S], *lo[S];
-  const char* ahead =
-      reinterpret_cast<const char*>(p.words + block * kInterleave * p.words_per_row) + kPrefetchBytes;
-  Sums<S, N> sums;
-  for (int s = 0; s < S; ++s) {
-    hi[s] = states[s].hi;
-    lo[s] = states[s].lo;
-    for (int n = 0; n < N; ++n)
-      for (int c = 0; c < sums.kChains; ++c) sums.hi[s][n][c] = sums.lo[s][n][c] = _mm512_setzero_si512();
-  }
-  for (int i = 0; i < p.n_segments; ++i) {
-    const int count = p.segments[i].words, bits = p.segments[i].bits;
-    if (bits == 4)
-      block_segment<4, S, N>(words, count, hi, lo, &sums, &ahead);
-    else if (bits == 3)
-      block_segment<3, S, N>(words, count, hi, lo, &sums, &ahead);
-    else if (bits == 2)
-      block_segment<2, S, N>(words, count, hi, lo, &sums, &ahead);
-    else
-      block_segment<1, S, N>(words, count, hi, lo, &sums, &ahead);
-    for (int n = 0; n < N; ++n) words[n] += static_cast<int64_t>(count) * kInterleave;
-    for (int s = 0; s < S; ++s) {
-      hi[s] += p.segments[i].slots();
-      lo[s] += p.segments[i].slots();
-    }
-  }
+void screen_states(const Plane& p, const PlaneState* states, const int32_t* laid, int64_t block, float* centre,
+                   float* upper, int64_t stride) {
+  Sums<S, N, true> sums;
+  block_sums<S, N>(p, block, laid, &sums);
   for (int s = 0; s < S; ++s)
     for (int n = 0; n < N; ++n) {
-      __m512i h = sums.hi[s][n][0], l = sums.lo[s][n][0];
-      for (int c = 1; c < sums.kChains; ++c) {
-        h = _mm512_add_epi32(h, sums.hi[s][n][c]);
-        l = _mm512_add_epi32(l, sums.lo[s][n][c]);
-      }
-      finish_block(p, states[s], block + n, h, l, centre + s * stride, upper + s * stride);
+      const int64_t at = s * stride + n * kInterleave;
+      finish_block(p, states[s], block + n, sums.whole(sums.hi[s][n]), sums.whole(sums.lo[s][n]), centre + at,
+                   upper + at);
     }
 }
 
-template <int N>
-void screen_blocks(const Plane& p, const PlaneState* states, int n_states, int64_t block, float* centre, float* upper,
-                   int64_t stride) {
+int64_t slots_of(const Plane& p) {
+  int64_t slots = 0;
+  for (int i = 0; i < p.n_segments; ++i) slots += p.segments[i].slots();
+  return slots;
+}
+
+// Memory that comes back by itself, without a template of the library: those might be shared with other units.
+struct Memory {
+  int32_t* words;
+  explicit Memory(int64_t n) : words(static_cast<int32_t*>(__builtin_malloc(static_cast<size_t>(n) * 4 + 4))) {
+    if (!words) __builtin_trap();
+  }
+  ~Memory() { __builtin_free(words); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+};
+
+// Calls work(first state, how many) for groups of at most Most states, a power of two each; `how many` is a type.
+template <int Count>
+struct Group {
+  static constexpr int value = Count;
+};
+template <int Most, typename Work>
+inline void in_groups(int n_states, const Work& work) {
   int b = 0;
-  for (; b + 4 <= n_states; b += 4)
-    screen_states<4, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
-  for (; b + 2 <= n_states; b += 2)
-    screen_states<2, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
-  for (; b < n_states; ++b)
-    screen_states<1, N>(p, states + b, block, centre + b * stride, upper + b * stride, stride);
+  if constexpr (Most >= 8)
+    for (; b + 8 <= n_states; b += 8) work(b, Group<8>());
+  if constexpr (Most >= 4)
+    for (; b + 4 <= n_states; b += 4) work(b, Group<4>());
+  if constexpr (Most >= 2)
+    for (; b + 2 <= n_states; b += 2) work(b, Group<2>());
+  for (; b < n_states; ++b) work(b, Group<1>());
+}
+
+// Blocks that one group of states has to itself, so that its words stay in the first-level cache.
+constexpr int64_t kTile = 16;
+
+// Calls work(block, how many) for the blocks [first, last), two at a time, `how many` a type.
+template <typename Work>
+inline void in_pairs(int64_t first, int64_t last, const Work& work) {
+  for (; first + 2 <= last; first += 2) work(first, Group<2>());
+  for (; first < last; ++first) work(first, Group<1>());
 }
 
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
             float* centre, float* upper, int64_t stride) {
-  int64_t block = first;
-  if (!open)
-    for (; block + 2 <= last; block += 2) screen_blocks<2>(p, states, n_states, block, centre, upper, stride);
-  for (; block < last; ++block)
-    if (!closed_block(p, open, block, n_states, centre, upper, stride))
-      screen_blocks<1>(p, states, n_states, block, centre, upper, stride);
+  const int64_t slots = slots_of(p);
+  const Memory laid(n_states * slots / 2);
+  in_groups<4>(n_states, [&](int b, auto group) {
+    constexpr int S = decltype(group)::value;
+    const int8_t* bytes[2 * S];
+    for (int s = 0; s < S; ++s) {
+      bytes[2 * s] = states[b + s].hi;
+      bytes[2 * s + 1] = states[b + s].lo;
+    }
+    lay_out<2 * S>(bytes, slots, laid.words + b * slots / 2);
+  });
+  for (int64_t tile = first; tile < last; tile += kTile) {
+    const int64_t end = tile + kTile < last ? tile + kTile : last;
+    in_groups<4>(n_states, [&](int b, auto group) {
+      auto blocks = [&](int64_t block, auto count) {
+        const int64_t at = b * stride + block * kInterleave;
+        screen_states<decltype(group)::value, decltype(count)::value>(p, states + b, laid.words + b * slots / 2, block,
+                                                                     centre + at, upper + at, stride);
+      };
+      if (!open) return in_pairs(tile, end, blocks);
+      for (int64_t block = tile; block < end; ++block)
+        if (!closed_block(p, open, block, n_states, centre, upper, stride)) blocks(block, Group<1>());
+    });
+  }
+}
+
+// What `sieve_upper` wants of 16 rows.
+struct BlockFloats {
+  __m512 rho, bias, radius[kGroups];
+  bool biased;
+
+  BlockFloats(const Plane& p, int64_t block, bool whole) : biased(p.bias) {
+    if (!whole) return;
+    const int64_t row0 = block * kInterleave;
+    const __m512i radii = _mm512_loadu_si512(p.words + row0 * p.words_per_row), byte = _mm512_set1_epi32(255);
+    rho = _mm512_castsi512_ps(_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.rho + row0))), 16));
+    for (int g = 0; g < kGroups; ++g)
+      radius[g] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(radii, static_cast<unsigned>(8 * g)), byte));
+    if (biased) {
+      bias = _mm512_loadu_ps(p.bias + row0);
+      bias = _mm512_add_ps(bias, _mm512_mul_ps(_mm512_abs_ps(bias), _mm512_set1_ps(0x1p-20f)));
+    }
+  }
+
+  // `close_block`: the bounds, and whether they leave all rows out.
+  bool close(const Sieve& s, __m512i hi, float* top) const {
+    const __m512 r01 = _mm512_add_ps(_mm512_mul_ps(radius[0], _mm512_set1_ps(s.norm[0])),
+                                     _mm512_mul_ps(radius[1], _mm512_set1_ps(s.norm[1])));
+    const __m512 r23 = _mm512_add_ps(_mm512_mul_ps(radius[2], _mm512_set1_ps(s.norm[2])),
+                                     _mm512_mul_ps(radius[3], _mm512_set1_ps(s.norm[3])));
+    const __m512 inner =
+        _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(s.step), _mm512_cvtepi32_ps(hi)),
+                      _mm512_add_ps(_mm512_add_ps(r01, r23), _mm512_set1_ps(s.constant)));
+    __m512 start = _mm512_set1_ps(s.start);
+    if (biased) start = _mm512_add_ps(start, bias);
+    const __m512 upper = _mm512_add_ps(_mm512_mul_ps(rho, inner), start);
+    const __mmask16 below = _mm512_cmp_ps_mask(upper, _mm512_set1_ps(s.bar), _CMP_LE_OQ);
+    if (_mm512_mask_cmp_ps_mask(below, upper, _mm512_set1_ps(-__builtin_inff()), _CMP_GT_OQ) != 0xffff)
+      return false;
+    _mm512_storeu_ps(top, _mm512_max_ps(_mm512_loadu_ps(top), upper));
+    return true;
+  }
+};
+
+// `keep_rows`; 16 entries are stored, those behind the rows kept to be overwritten.
+inline void keep16(const Plane& p, int64_t block, float bar, const float* centre, const float* upper, Sifted* out) {
+  const int64_t row0 = block * kInterleave;
+  const __mmask16 lanes = static_cast<__mmask16>((1u << rows_of_block(p, block)) - 1);
+  const __m512 c = _mm512_loadu_ps(centre), u = _mm512_loadu_ps(upper);
+  const __mmask16 kept = _mm512_mask_cmp_ps_mask(lanes, u, _mm512_set1_ps(bar), _CMP_NLE_UQ);
+  const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+  const float top = _mm512_mask_reduce_max_ps(static_cast<__mmask16>(lanes & ~kept), u);
+  if (top > out->dropped) out->dropped = top;
+  _mm512_storeu_ps(out->centre + out->n, _mm512_maskz_compress_ps(kept, c));
+  _mm512_storeu_ps(out->upper + out->n, _mm512_maskz_compress_ps(kept, u));
+  for (int half = 0; half < 2; ++half) {
+    const __mmask8 some = static_cast<__mmask8>(kept >> (8 * half));
+    const __m512i rows = _mm512_add_epi64(_mm512_set1_epi64(row0 + 8 * half), lane);
+    _mm512_storeu_si512(out->rows + out->n, _mm512_maskz_compress_epi64(some, rows));
+    out->n += __builtin_popcount(some);
+  }
+}
+
+void sift(const Plane& p, const Sieve* sieves, int n_states, int64_t first, int64_t last, Sifted* out) {
+  constexpr int kMost = kVnni ? 8 : 4;
+  const int64_t slots = slots_of(p), words = slots / 4;
+  const Memory high(n_states * words), low(n_states * words), tops(n_states * kInterleave);
+  in_groups<kMost>(n_states, [&](int b, auto group) {
+    constexpr int S = decltype(group)::value;
+    const int8_t* bytes[S];
+    for (int s = 0; s < S; ++s) bytes[s] = sieves[b + s].fine.hi;
+    lay_out<S>(bytes, slots, high.words + b * words);
+  });
+  for (int b = 0; b < n_states; ++b) {
+    lay_out<1>(&sieves[b].fine.lo, slots, low.words + b * words);
+    _mm512_storeu_ps(tops.words + b * kInterleave, _mm512_set1_ps(out[b].dropped));
+  }
+  auto open = [&](int b, int64_t block, __m512i hi) {
+    Sums<1, 1, false> lo;
+    block_sums<1, 1>(p, block, low.words + b * words, &lo);
+    float centre[kInterleave], upper[kInterleave];
+    finish_block(p, sieves[b].fine, block, hi, lo.whole(lo.hi[0][0]), centre, upper);
+    keep16(p, block, sieves[b].bar, centre, upper, out + b);
+  };
+  for (int64_t tile = first; tile < last; tile += kTile) {
+    const int64_t end = tile + kTile < last ? tile + kTile : last;
+    in_groups<kMost>(n_states, [&](int b, auto group) {
+      in_pairs(tile, end, [&](int64_t block, auto count) {
+        constexpr int S = decltype(group)::value, N = decltype(count)::value;
+        Sums<S, N, false> sums;
+        block_sums<S, N>(p, block, high.words + b * words, &sums);
+        for (int n = 0; n < N; ++n) {
+          const bool whole = rows_of_block(p, block + n) == kInterleave;
+          const BlockFloats floats(p, block + n, whole);
+          for (int s = 0; s < S; ++s) {
+            const __m512i hi = sums.whole(sums.hi[s][n]);
+            float* top = reinterpret_cast<float*>(tops.words) + (b + s) * kInterleave;
+            if (!whole || !floats.close(sieves[b + s], hi, top)) open(b + s, block + n, hi);
+          }
+        }
+      });
+    });
+  }
+  for (int b = 0; b < n_states; ++b) {
+    const float top = _mm512_reduce_max_ps(_mm512_loadu_ps(tops.words + b * kInterleave));
+    if (top > out[b].dropped) out[b].dropped = top;
+  }
 }
 
 // Rows one after another: lane t belongs to word t.
@@ -488,7 +658,7 @@ int64_t select(const float* values, int64_t first, int64_t last, float bar, int6
 #else
 #define CSV_DECODE_TABLE avx512_kernels
 #endif
-const Kernels CSV_DECODE_TABLE = {screen, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
+const Kernels CSV_DECODE_TABLE = {screen, sift, refine, score, next_above, select, noise_upper, add_upper, mass_upper,
                                 joint_terms};
 
 }  // namespace csv_decode

@@ -10,16 +10,17 @@ namespace {
 #include "noise.inl"
 #include "sums.inl"
 
-// 256 hi + lo of every slot: 16-bit states meet 8-bit codes in loops that compilers turn into multiply-add of pairs.
+// 256 hi + lo of every slot, or hi alone: 16-bit states meet 8-bit codes in loops that compilers turn into multiply-add of pairs.
 struct Whole {
   std::vector<int16_t> q;
 
-  Whole(const Plane& p, const PlaneState& s) {
+  Whole(const Plane& p, const PlaneState& s, bool high = false) {
     int64_t slots = 0;
     for (int i = 0; i < p.n_segments; ++i)
       slots += p.segments[i].slots();
     q.resize(static_cast<std::size_t>(slots));
-    for (int64_t j = 0; j < slots; ++j) q[static_cast<std::size_t>(j)] = static_cast<int16_t>(256 * s.hi[j] + s.lo[j]);
+    for (int64_t j = 0; j < slots; ++j)
+      q[static_cast<std::size_t>(j)] = static_cast<int16_t>(high ? s.hi[j] : 256 * s.hi[j] + s.lo[j]);
   }
 };
 
@@ -76,21 +77,54 @@ double row_dot(const Plane& p, const Whole& state, const uint32_t* words) {
   return static_cast<double>(total);
 }
 
+// The code words of a block, row by row.
+void take_rows(const Plane& p, int64_t block, std::vector<uint32_t>* rows) {
+  const int count = p.words_per_row - 1;
+  rows->resize(static_cast<std::size_t>(count) * kInterleave);
+  const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
+  for (int t = 0; t < count; ++t)
+    for (int r = 0; r < kInterleave; ++r) (*rows)[static_cast<std::size_t>(r * count + t)] = words[t * kInterleave + r];
+}
+
 void screen(const Plane& p, const PlaneState* states, int n_states, const uint8_t* open, int64_t first, int64_t last,
             float* centre, float* upper, int64_t stride) {
   std::vector<Whole> whole;
   for (int b = 0; b < n_states; ++b) whole.emplace_back(p, states[b]);
   const int count = p.words_per_row - 1;
-  std::vector<uint32_t> rows(static_cast<std::size_t>(count) * kInterleave);  // a block, row by row
+  std::vector<uint32_t> rows;
   for (int64_t block = first; block < last; ++block) {
     if (closed_block(p, open, block, n_states, centre, upper, stride)) continue;
-    const uint32_t* words = p.words + block * kInterleave * p.words_per_row + kInterleave;
-    for (int t = 0; t < count; ++t)
-      for (int r = 0; r < kInterleave; ++r) rows[static_cast<std::size_t>(r * count + t)] = words[t * kInterleave + r];
+    take_rows(p, block, &rows);
     for (int b = 0; b < n_states; ++b) {
       double dot[kInterleave];
       for (int r = 0; r < kInterleave; ++r) dot[r] = row_dot(p, whole[static_cast<std::size_t>(b)], rows.data() + r * count);
-      bound_block(p, states[b], block, dot, centre + b * stride, upper + b * stride);
+      const int64_t at = b * stride + block * kInterleave;
+      bound_block(p, states[b], block, dot, centre + at, upper + at);
+    }
+  }
+}
+
+void sift(const Plane& p, const Sieve* sieves, int n_states, int64_t first, int64_t last, Sifted* out) {
+  std::vector<Whole> whole, high;
+  for (int b = 0; b < n_states; ++b) {
+    whole.emplace_back(p, sieves[b].fine);
+    high.emplace_back(p, sieves[b].fine, true);
+  }
+  const int count = p.words_per_row - 1;
+  std::vector<uint32_t> rows;
+  for (int64_t block = first; block < last; ++block) {
+    const int64_t n = rows_of_block(p, block);
+    take_rows(p, block, &rows);
+    for (int b = 0; b < n_states; ++b) {
+      const std::size_t at = static_cast<std::size_t>(b);
+      int32_t hi[kInterleave];
+      for (int r = 0; r < kInterleave; ++r) hi[r] = static_cast<int32_t>(row_dot(p, high[at], rows.data() + r * count));
+      if (n == kInterleave && close_block(p, sieves[b], block, hi, &out[b].dropped)) continue;
+      double dot[kInterleave];
+      float centre[kInterleave], upper[kInterleave];
+      for (int r = 0; r < kInterleave; ++r) dot[r] = row_dot(p, whole[at], rows.data() + r * count);
+      bound_block(p, sieves[b].fine, block, dot, centre, upper);
+      keep_rows(block * kInterleave, n, sieves[b].bar, centre, upper, out + b);
     }
   }
 }
@@ -127,7 +161,7 @@ void score(const Rows& rows, const int64_t* ids, int64_t first, int64_t last, co
 
 }  // namespace
 
-const Kernels generic_kernels = {screen, refine, score, scalar_next_above, scalar_select, noise_upper, add_upper, mass_upper,
+const Kernels generic_kernels = {screen, sift, refine, score, scalar_next_above, scalar_select, noise_upper, add_upper, mass_upper,
                                 joint_terms};
 
 }  // namespace csv_decode

@@ -256,6 +256,51 @@ Values to_numpy(std::vector<double> values) {
   return Values(held->data(), {held->size()}, owner);
 }
 
+nb::ndarray<nb::numpy, float, nb::ndim<1>> to_numpy(std::vector<float> values) {
+  auto* held = new std::vector<float>(std::move(values));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+  return {held->data(), {held->size()}, owner};
+}
+
+// For each state the rows of plane 0 above its bar, their centre and upper, and what bounds the others.
+nb::list sift(const std::string& isa, const BoundPlane& bound, In<int8_t, 2> hi, In<int8_t, 2> lo,
+              In<double, 2> params, In<float, 1> bars) {
+  const Kernels* kernels = find(isa);
+  const Plane& plane = bound.plane();
+  auto states = states_of(bound, hi, lo, params);
+  const size_t n_states = states.size();
+  const size_t room = static_cast<size_t>(bound.stored());
+  expect(room % kInterleave == 0 && static_cast<int64_t>(room) - plane.rows < kInterleave,
+         "plane 0 stores whole blocks of 16 rows");
+  expect(bars.shape(0) == n_states, "one bar a state");
+  std::vector<std::vector<int64_t>> rows(n_states);
+  std::vector<std::vector<float>> centre(n_states), upper(n_states);
+  std::vector<Sifted> out;
+  {
+    nb::gil_scoped_release release;
+    std::vector<Sieve> sieves;
+    for (size_t b = 0; b < n_states; ++b) {
+      sieves.push_back(sieve_of(plane, states[b], bars(b)));
+      rows[b].resize(room);
+      centre[b].resize(room);
+      upper[b].resize(room);
+      out.push_back({rows[b].data(), centre[b].data(), upper[b].data(), 0, -std::numeric_limits<float>::infinity()});
+    }
+    kernels->sift(plane, sieves.data(), static_cast<int>(n_states), 0, static_cast<int64_t>(room) / kInterleave,
+                  out.data());
+  }
+  nb::list found;
+  for (size_t b = 0; b < n_states; ++b) {
+    const size_t n = static_cast<size_t>(out[b].n);
+    rows[b].resize(n);
+    centre[b].resize(n);
+    upper[b].resize(n);
+    found.append(nb::make_tuple(to_numpy(std::move(rows[b])), to_numpy(std::move(centre[b])),
+                                to_numpy(std::move(upper[b])), static_cast<double>(out[b].dropped)));
+  }
+  return found;
+}
+
 // A plane with its slots: dimension, step and cmax of each, and the units of the radii.
 using PlaneParts = std::tuple<BoundPlane*, In<int32_t, 1>, In<double, 1>, In<double, 1>, In<double, 1>>;
 template <typename T, typename Get>
@@ -371,9 +416,10 @@ class BoundCascade {
   // bytes read, vanishing, finite, within budget.
   // seed, stream, position and temperature of each state make its k first of a race, with the values of their scores.
   // A margin, relative to the k-th and absolute for each state, is scored as well, and all that was scored is returned.
+  // guess: k rows of each state that may be the best ones, -1 in a state without.
   nb::object scan(const std::string& isa, const Team& team, In<double, 2> h, int64_t k, int64_t spare, int64_t budget,
                   std::optional<Races> race,
-                  std::optional<std::tuple<double, In<double, 1>>> margin) {
+                  std::optional<std::tuple<double, In<double, 1>>> margin, std::optional<In<int64_t, 2>> guess) {
     const Kernels* kernels = find(isa);
     expect(static_cast<int64_t>(h.shape(1)) == cascade_->spec().rows.width, "rows and states differ in width");
     expect(k >= 1, "k is at least 1");
@@ -385,11 +431,15 @@ class BoundCascade {
       expect(std::get<1>(*margin).shape(0) == h.shape(0), "one margin a state");
       for (size_t b = 0; b < h.shape(0); ++b) margins.push_back({std::get<0>(*margin), std::get<1>(*margin)(b)});
     }
+    expect(!guess || (guess->shape(0) == h.shape(0) && static_cast<int64_t>(guess->shape(1)) == k), "k guesses a state");
+    expect(!guess || (!race && !margin), "guesses are for the k largest scores");
+    for (size_t i = 0; guess && i < guess->size(); ++i)
+      if (guess->data()[i] >= n_rows()) throw std::out_of_range("row outside the weights");
     std::vector<StepResult> steps;
     {
       nb::gil_scoped_release release;
       steps = cascade_->scan(*kernels, team, h.data(), static_cast<int>(h.shape(0)), k, spare, budget,
-                             race ? races.data() : nullptr, margin ? margins.data() : nullptr);
+                             race ? races.data() : nullptr, margin ? margins.data() : nullptr, guess ? guess->data() : nullptr);
       for (StepResult& step : steps) {
         if (margin) {
           step.rows_scored = static_cast<int64_t>(step.scored.ids.size());
@@ -624,7 +674,7 @@ NB_MODULE(_native, m) {
            "planes"_a, "rows"_a, "type"_a, "bias"_a.none(), "transform"_a, "transform_type"_a, "mean"_a, "edges"_a,
            "delta"_a, "energy"_a, "rotation_error"_a, "typical"_a, "sigma"_a)
       .def("scan", &BoundCascade::scan, "isa"_a, "team"_a, "h"_a, "k"_a, "spare"_a, "budget"_a,
-           "race"_a.none(), "margin"_a.none());
+           "race"_a.none(), "margin"_a.none(), "guess"_a.none());
   nb::class_<BoundLedger>(m, "Ledger")
       .def(nb::init<const BoundCascade&, const std::string&, const Team&, In<double, 2>, std::optional<Races>>(),
            "cascade"_a, "isa"_a, "team"_a, "h"_a, "race"_a.none(), nb::keep_alive<1, 2>())
@@ -648,6 +698,7 @@ NB_MODULE(_native, m) {
   m.def("joint_bound", &joint_bound, "isa"_a, "centre"_a, "upper"_a, "from_"_a, "rate"_a, "high"_a, "likely"_a, "peak"_a);
   m.def("screen", &screen, "isa"_a, "team"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "open"_a.none(), "centre"_a,
         "upper"_a);
+  m.def("sift", &sift, "isa"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "bars"_a);
   m.def("refine", &refine, "isa"_a, "team"_a, "plane"_a, "hi"_a, "lo"_a, "params"_a, "rows"_a, "start"_a,
         "centre"_a, "upper"_a);
   m.def("score", &score, "isa"_a, "team"_a, "rows"_a, "type"_a, "ids"_a.none(), "h"_a, "value"_a, "magnitude"_a);

@@ -48,6 +48,27 @@ struct PlaneState {
   double start_slack;
 };
 
+// A state that knows a bar, for `sift`: with H the dot of a row's codes and the high bytes alone,
+//   step H + constant + sum_g radius_g * norm_g,   times rho, plus start (and bias),
+// in float32 and in that order, is above the row's score; see `sieve_of` in cascade.cpp.
+struct Sieve {
+  PlaneState fine;
+  float step;
+  float constant;
+  float norm[kGroups];
+  float start;
+  float bar;
+};
+
+// What `sift` leaves of a range of rows: those above the bar, in rising order, with room for all of the range.
+struct Sifted {
+  int64_t* rows;
+  float* centre;
+  float* upper;
+  int64_t n;
+  float dropped;  // at least the upper bound of every other row
+};
+
 // The last three are block formats of GGUF files; a row is a whole number of blocks.
 enum class RowType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, q8_0 = 3, q4_k = 4, q6_k = 5 };
 constexpr int kRowTypes = 6;
@@ -82,6 +103,10 @@ struct Kernels {
   // byte is 0 get -infinity in both. `open` may be null.
   void (*screen)(const Plane&, const PlaneState*, int n_states, const uint8_t* open, int64_t first, int64_t last,
                  float* centre, float* upper, int64_t stride);
+  // Plane 0, blocks [first, last), for states that know a bar: a block in which the high bytes of a state leave no row
+  // above the bar is done with; in the others the rows have the centre and upper of `screen`. Appends to `out`, one
+  // for each state.
+  void (*sift)(const Plane&, const Sieve*, int n_states, int64_t first, int64_t last, Sifted* out);
   // A later plane, for entries [first, last) of `rows`; `start` holds the centres that the plane before left.
   void (*refine)(const Plane&, const PlaneState&, const int64_t* rows, const float* start, int64_t first,
                  int64_t last, float* centre, float* upper);

@@ -60,6 +60,49 @@ inline void bound(const PlaneState& s, double start, double rho, uint32_t radii,
   *upper = round_up((mid + radius) + (s.slack + absolute(start) * s.start_slack));
 }
 
+// The upper bound of `Sieve`. The order of operations is part of the contract between kernels.
+inline float sieve_upper(const Sieve& s, float rho, uint32_t radii, float start, int32_t hi) {
+  const float r0 = static_cast<float>(radii & 255u) * s.norm[0];
+  const float r1 = static_cast<float>((radii >> 8) & 255u) * s.norm[1];
+  const float r2 = static_cast<float>((radii >> 16) & 255u) * s.norm[2];
+  const float r3 = static_cast<float>(radii >> 24) * s.norm[3];
+  const float inner = s.step * static_cast<float>(hi) + (((r0 + r1) + (r2 + r3)) + s.constant);
+  return rho * inner + start;
+}
+
+inline float sieve_start(const Sieve& s, float bias) { return s.start + (bias + __builtin_fabsf(bias) * 0x1p-20f); }
+
+// Whether a bound leaves its row out. An overflow of float32 to -infinity, or NaN, says nothing.
+inline bool sieved(float upper, float bar) { return upper <= bar && upper > -__builtin_inff(); }
+
+// Whether a block of 16 whole rows is done with, from the dots of its high bytes; if so, raises *dropped.
+inline bool close_block(const Plane& p, const Sieve& s, int64_t block, const int32_t* hi, float* dropped) {
+  const int64_t row0 = block * kInterleave;
+  const uint32_t* radii = p.words + row0 * p.words_per_row;
+  float top = *dropped;
+  for (int r = 0; r < kInterleave; ++r) {
+    const float start = p.bias ? sieve_start(s, p.bias[row0 + r]) : s.start;
+    const float upper = sieve_upper(s, bf16_to_float(p.rho[row0 + r]), radii[r], start, hi[r]);
+    if (!sieved(upper, s.bar)) return false;
+    if (upper > top) top = upper;
+  }
+  *dropped = top;
+  return true;
+}
+
+// Appends the rows of an open block that are above the bar, from what `screen` says of them.
+inline void keep_rows(int64_t row0, int64_t n, float bar, const float* centre, const float* upper, Sifted* out) {
+  for (int64_t r = 0; r < n; ++r) {
+    if (!(upper[r] <= bar)) {
+      out->rows[out->n] = row0 + r;
+      out->centre[out->n] = centre[r];
+      out->upper[out->n++] = upper[r];
+    } else if (upper[r] > out->dropped) {
+      out->dropped = upper[r];
+    }
+  }
+}
+
 // Brings codes of a later plane into the cache ahead of `refine`, in tiles of rows.
 class Fetcher {
  public:
@@ -120,23 +163,26 @@ inline double fold16(const double* lane) {
 // The integer dot of a row from its two halves.
 inline double join(int32_t hi, int32_t lo) { return 256.0 * static_cast<double>(hi) + static_cast<double>(lo); }
 
-// The float part of a block of plane 0: 16 rows, fewer at the end of the index.
+inline int64_t rows_of_block(const Plane& p, int64_t block) {
+  const int64_t left = p.rows - block * kInterleave;
+  return left < kInterleave ? left : kInterleave;
+}
+
+// The float part of a block of plane 0: 16 rows, fewer at the end of the index. `centre` and `upper` are of the block.
 inline void bound_block(const Plane& p, const PlaneState& s, int64_t block, const double* dot, float* centre,
                         float* upper) {
-  int64_t row0 = block * kInterleave;
-  int64_t n = p.rows - row0 < kInterleave ? p.rows - row0 : kInterleave;
+  const int64_t row0 = block * kInterleave, n = rows_of_block(p, block);
   const uint32_t* radii = p.words + row0 * p.words_per_row;
   for (int64_t r = 0; r < n; ++r) {
     double start = p.bias ? s.base + static_cast<double>(p.bias[row0 + r]) : s.base;
-    bound(s, start, bf16_to_float(p.rho[row0 + r]), radii[r], dot[r], centre + row0 + r, upper + row0 + r);
+    bound(s, start, bf16_to_float(p.rho[row0 + r]), radii[r], dot[r], centre + r, upper + r);
   }
 }
 
 inline bool closed_block(const Plane& p, const uint8_t* open, int64_t block, int n_states, float* centre, float* upper,
                          int64_t stride) {
   if (!open || open[block]) return false;
-  int64_t row0 = block * kInterleave;
-  int64_t n = p.rows - row0 < kInterleave ? p.rows - row0 : kInterleave;
+  const int64_t row0 = block * kInterleave, n = rows_of_block(p, block);
   for (int b = 0; b < n_states; ++b)
     for (int64_t r = 0; r < n; ++r)
       centre[b * stride + row0 + r] = upper[b * stride + row0 + r] = -__builtin_inff();

@@ -44,7 +44,7 @@ def random_states(rng: np.random.Generator, plane: Plane, count: int) -> PlaneSt
     slots = len(plane.slots[0])
     params = rng.standard_normal((count, 10))
     params[:, 1] = np.round(params[:, 1] * 1000)
-    params[:, 2:7] = np.abs(params[:, 2:7])
+    params[:, [0, 2, 3, 4, 5, 6]] = np.abs(params[:, [0, 2, 3, 4, 5, 6]])
     params[:, 8:] = np.abs(params[:, 8:]) * 1e-6
     hi = rng.integers(-127, 128, (count, slots)).astype(np.int8)
     lo = rng.integers(-128, 128, (count, slots)) * ((plane.slots[2] > 3) | plane.interleaved)  # see PlaneState
@@ -83,6 +83,80 @@ def test_screen_equals_the_reference_to_the_bit(isa: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("rows", [*LENGTHS, 1040])
+def test_sift_equals_the_reference_to_the_bit(isa: str, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    bits = [[7, 4, 3, 2, 1, 0, 2, 5], [2], [1, 1], [4], [0]][rows % 5]
+    plane, _, _ = random_plane(rng, rows, bits, True)
+    rho = rng.integers(0x3C00, 0x4200, rows).astype(np.uint16)
+    bias = rng.standard_normal(rows).astype(np.float32) if rows % 2 else None
+    native, reference = get_kernels(isa, 1), get_kernels("reference")
+    handle, oracle = native.bind(plane, rho, bias), reference.bind(plane, rho, bias)
+    kept = closed = 0
+    for count in (1, 2, 7, 19):
+        states = random_states(rng, plane, count)
+        states.params[:, 0] *= 10.0 ** rng.integers(-3, 38, count)  # some are beyond float32
+        with np.errstate(over="ignore", invalid="ignore"):
+            upper = reference.screen(oracle, states, None)[1]
+        for bar in (-np.inf, *np.quantile(upper[np.isfinite(upper)], (0.1, 0.5, 0.9, 0.99)), np.inf):
+            bars = np.full(count, bar, np.float32)
+            for got, want in zip(native.sift(handle, states, bars), reference.sift(oracle, states, bars), strict=True):
+                for a, b in zip(got[:3], want[:3], strict=True):
+                    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+                assert got[3] == want[3]
+                kept, closed = kept + len(got[0]), closed + rows - len(got[0])
+    assert kept
+    assert closed
+
+
+@pytest.mark.parametrize("bits", [[7, 4, 3, 2, 1, 0, 2, 5], [2], [1, 1], [4]])
+def test_a_sieve_is_above_what_it_stands_for(bits: list[int]) -> None:
+    """The inequality of `sieves` in exact arithmetic, row by row."""
+    from fractions import Fraction
+
+    rng = np.random.default_rng(sum(bits))
+    kernels = get_kernels("reference")
+    tightest, silent = -np.inf, 0
+    for trial in range(60):
+        plane, _, _ = random_plane(rng, 16, bits, True)
+        states = random_states(rng, plane, 1)
+        codes, radii = plane.unpack(plane.rows(0, 16))
+        if trial % 3 == 0:  # low bytes that make the most of the codes of row 0
+            states.lo[:] = np.where(codes[0] > plane.slots[2] / 2, 127, -128)
+        if trial % 4 == 1:
+            states.lo[:], states.hi[:] = 0, rng.integers(-1, 2, states.hi.shape)
+        small = trial % 5 == 2  # float32 has few bits left of the step, and nothing else makes up for them
+        if small:
+            states.lo[:], states.params[:, 2:] = 0, 0
+            states.hi[:] = np.where(codes[0] > plane.slots[2] / 2, 127, -127)
+        states.params[:] *= 10.0 ** (-42.0 if small else float(rng.integers(-45, 39)))
+        states.params[:, 0] *= 1e-3 if small else 10.0 ** rng.choice([-30, -3, 0, 0, 0, 3])
+        states.params[:, 7] *= 10.0 ** rng.choice([-9, 0, 0, 9])
+        whole = 256 * states.hi[0].astype(np.int64) + states.lo[0]
+        states.params[:, 1] = float(whole @ plane.slots[2])
+        rho = rng.choice([0x0000, 0x0080, 0x3F80, 0x3C37, 0x4241, 0x6000], 16).astype(np.uint16)
+        bias = None if trial % 2 else (rng.standard_normal(16) * 10.0 ** rng.integers(-40, 38)).astype(np.float32)
+        upper = kernels.sieve(kernels.bind(plane, rho, bias), states)[0]  # type: ignore[attr-defined]
+        half_scale, offset, constant, *norm, base, slack, start_slack = map(Fraction, states.params[0].tolist())
+        scale = (rho.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        for i in range(16):
+            start = base + (0 if bias is None else Fraction(float(bias[i])))
+            dot = int(codes[i].astype(np.int64) @ whole)
+            radius = sum((int(r) * n for r, n in zip(radii[i], norm, strict=True)), Fraction(0))
+            inner = half_scale * (2 * dot - offset) + constant + radius
+            true = start + Fraction(float(scale[i])) * inner + slack + abs(start) * min(start_slack, Fraction(2) ** -50)
+            if np.isnan(upper[i]) or np.isinf(upper[i]):
+                silent += 1
+                continue
+            assert Fraction(float(upper[i])) >= true, (trial, i)
+            size = abs(start) + Fraction(float(scale[i])) * (half_scale * abs(2 * dot - offset) + constant + radius)
+            if size and trial % 4 == 1:  # nothing lost with the low bytes: what is left is rounding
+                tightest = max(tightest, float((true - Fraction(float(upper[i]))) / size))
+    assert silent < 60 * 16 / 2
+    assert tightest > -1e-4, "a bound that is far above tests nothing"
+
+
+@pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("blocks", [1, 3, 8, 17, 18, 20])
 def test_refine_equals_the_reference_to_the_bit(isa: str, blocks: int) -> None:
     rng = np.random.default_rng(blocks)
@@ -118,6 +192,10 @@ def test_extreme_codes_and_states_do_not_saturate(isa: str) -> None:
             handle = k.bind(plane, rho, None)
             expected = 2.0 * float((256 * hi + low) @ cmax)
             if interleaved:
+                params[0, 1] = expected / 2  # what the offset is, so that the sum is once the dot
+                ((_, centre, _, _),) = k.sift(handle, states, np.array([expected / 2], np.float32))
+                np.testing.assert_array_equal(centre, np.full(16, expected / 2, np.float32))
+                params[0, 1] = 0
                 centre, upper = k.screen(handle, states, None)
                 centre, upper = centre[0], upper[0]
             else:

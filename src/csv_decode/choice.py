@@ -18,8 +18,9 @@ __all__ = ["Choice", "choose"]
 
 #: Ids (n,), exact logits (n,) and certificates of some states.
 Chosen = tuple[NDArray[np.int64], NDArray[np.float64], list[Certificate]]
-#: The settings of a text, states (n, d), the position of the first one, and a mask for all of them.
-Asked = tuple["Choice", NDArray[np.float32], int, Array | None]
+#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, and tokens that may well
+#: be the best ones, one for each state or none at all.
+Asked = tuple["Choice", NDArray[np.float32], int, Array | None, list[int]]
 
 
 class Choice:
@@ -110,7 +111,7 @@ def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
         some = [texts[i] for i in numbers]
         found = _best(head, some) if greedy else _draw(head, some)
         first = 0
-        for i, (choice, states, position, allowed) in zip(numbers, some, strict=True):
+        for i, (choice, states, position, allowed, _) in zip(numbers, some, strict=True):
             part = slice(first, first + len(states))
             out[i] = (found[0][part], found[1][part], found[2][part])
             if len(choice.biased):
@@ -125,7 +126,7 @@ def _states(texts: Sequence[Asked]) -> NDArray[np.float32]:
 
 def _masks(rows: int, texts: Sequence[Asked]) -> NDArray[np.uint32] | None:
     """(n, V / 32) words for the states of all texts, or None."""
-    masks = [choice.mask(allowed, rows) for choice, _, _, allowed in texts]
+    masks = [choice.mask(allowed, rows) for choice, _, _, allowed, _ in texts]
     if all(mask is None for mask in masks):
         return None
     full = np.full(-(-rows // 32), 2**32 - 1, np.uint32)
@@ -134,7 +135,10 @@ def _masks(rows: int, texts: Sequence[Asked]) -> NDArray[np.uint32] | None:
 
 
 def _best(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
-    top = head.top_k(_states(texts), 1, allowed=_masks(head.spec.n_rows, texts))
+    guess = None
+    if any(tokens for *_, tokens in texts):
+        guess = np.array([token for _, states, *_, tokens in texts for token in tokens or [-1] * len(states)])
+    top = head.top_k(_states(texts), 1, allowed=_masks(head.spec.n_rows, texts), guess=guess)
     return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], list(top.certificates)
 
 
@@ -147,7 +151,7 @@ def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
 
     choices = [choice for choice, *_ in texts]
     streams = [choice.stream for choice in choices]
-    positions = [np.arange(at, at + len(states)) for _, states, at, _ in texts]
+    positions = [np.arange(at, at + len(states)) for _, states, at, *_ in texts]
     draw = head.sample(
         _states(texts),
         each([choice.temperature for choice in choices]),

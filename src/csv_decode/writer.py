@@ -77,7 +77,7 @@ class Generation:
 @dataclass(eq=False)
 class _Work:
     """What it takes to go on with a text. tokens: all so far, less what a full context has dropped. draft: tokens to
-    try behind them."""
+    try behind them. guess: these and the one behind; without a draft, nothing."""
 
     tokens: list[int]
     choice: Choice
@@ -86,6 +86,7 @@ class _Work:
     lookup: Lookup | None
     allowed: Callable[[list[int]], Array | None] | None
     draft: list[int] = field(default_factory=list)
+    guess: list[int] = field(default_factory=list)
 
 
 def shared_start(a: list[int], b: list[int]) -> int:
@@ -289,7 +290,13 @@ class Writer(ABC):
             states = self._states([(at, work.tokens, work.draft) for at, (_, _, work) in active.items()])
             asked = [
                 # not len(tokens): a shifted context must not see the same noise twice
-                (work.choice, found, run.prompt_tokens + len(run.ids), work.allowed and work.allowed(work.tokens))
+                (
+                    work.choice,
+                    found,
+                    run.prompt_tokens + len(run.ids),
+                    work.allowed and work.allowed(work.tokens),
+                    work.guess,
+                )
                 for (_, run, work), found in zip(active.values(), states, strict=True)
             ]
             chosen = choose(self.head, asked)
@@ -359,6 +366,7 @@ class Writer(ABC):
         if work.lookup:
             room = min(work.max_tokens - len(run.ids), self.context - len(work.tokens)) - 1
             work.draft = work.lookup.draft(room, min(others, self.sequences - 1))
+            work.guess = work.lookup.after(len(work.draft) + 1) if work.draft else []
             run.drafted += len(work.draft)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .moments import Moment
-from .rounding import ABSOLUTE, INFLATE, RELATIVE
+from .rounding import ABSOLUTE, INFLATE, RELATIVE, above_float32
 
 __all__ = [
     "BLOCK",
@@ -32,8 +32,10 @@ __all__ = [
     "prepare",
     "rotation_edges",
     "rounding_lengths",
+    "sieves",
 ]
 
+F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
@@ -269,3 +271,49 @@ def rounding_lengths(plane: Plane, white: F64, white_error: F64, moment: Moment,
         else:
             missed = missed + rho * ((np.abs(left[:, part]) + other[:, part]) @ (cmax[part] / 2))
     return missed * INFLATE, reach
+
+
+def sieves(plane: Plane, states: PlaneStates) -> F32:
+    """For B states of plane 0, (B, 7) float32 step, constant, norm x 4 and start, for which the high bytes alone bound
+    the rows. With H = sum c hi of a row (an integer), its radii and its scale rho >= 0,
+
+        upper = rho (step H + (((radius_0 norm_0 + radius_1 norm_1) + (radius_2 norm_2 + radius_3 norm_3)) + constant))
+                + (start + (bias + 2^-20 |bias|)),
+
+    in float32 in that order, is at least the upper end of `ShadowBound.prepare`'s interval for the row,
+
+        start' + rho (half_scale (2 D - offset) + constant' + sum radius_g norm'_g) + slack + |start'| start_slack,
+
+    unless it is NaN or -infinity, which say nothing. (Primes: the parameters of the state; start' = base + bias.)
+
+    Proof. D = 256 H + sum c lo and offset = sum cmax (256 hi + lo), so
+
+        2 D - offset = 512 H - 256 sum cmax hi + sum (2 c - cmax) lo  <=  512 H - 256 sum cmax hi + sum cmax |lo|.
+
+    So the inner bracket is at most  a H + b + r  with a = 512 half_scale, b = half_scale (sum cmax |lo| - 256 sum cmax
+    hi) + constant', and r = sum radius_g norm'_g. Let u = 2^-24 and S = a sum cmax |hi| + |b| + 255 sum norm'_g, which
+    bounds the absolute value of each part and of their sums. Rounding a, H and their product costs 3 u; the products
+    and sums of r (norm_g is not below norm'_g) 3 u; adding the constant, a H, the product with rho, and the last sum u
+    each: 10 u S rho at most, with the second order below 11 u S rho. constant is b + 16 u S, rounded up. The sums of
+    start, bias and the product cost 2 u (|base| + slack) and 3 u |bias| beside; 16 u of both are added, which covers
+    start_slack = 2^-50 too. Where float32 underflows, each operation is off by 2^-150 more, and a by that times H:
+    2^-140 (1 + sum cmax |hi|) in constant and 2^-140 in start are enough. Overflow to +infinity is above every bar; to
+    -infinity, or one against the other, it says nothing.
+    """
+    _, _, cmax = plane.slots
+    half_scale, constant, norms = states.params[:, 0], states.params[:, 2], states.params[:, 3:7]
+    base, slack = np.abs(states.params[:, 7]), states.params[:, 8]
+    hi, lo = states.hi.astype(np.float64), states.lo.astype(np.float64)
+    high = np.abs(hi) @ cmax
+    step = 512 * half_scale
+    constant = half_scale * (np.abs(lo) @ cmax - 256 * (hi @ cmax)) + constant
+    reach = step * high + np.abs(constant)
+    for g in range(GROUPS):
+        reach = reach + 255 * norms[:, g]
+    out = np.empty((len(states.params), 7), np.float32)
+    with np.errstate(over="ignore"):
+        out[:, 0] = step
+    out[:, 1] = above_float32(constant + 2.0**-20 * reach + 2.0**-140 * (1 + high))
+    out[:, 2:6] = above_float32(norms)
+    out[:, 6] = above_float32(states.params[:, 7] + slack + 2.0**-20 * (base + slack) + 2.0**-140)
+    return out

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ABSOLUTE", "INFLATE", "RELATIVE", "SMALLEST_STATE", "U", "below_float32", "gamma", "score_error"]
+__all__ = [
+    "ABSOLUTE",
+    "INFLATE",
+    "RELATIVE",
+    "SMALLEST_STATE",
+    "U",
+    "above_float32",
+    "below_float32",
+    "gamma",
+    "score_error",
+]
 
 F64 = NDArray[np.float64]
 
@@ -50,3 +60,10 @@ def below_float32(x: float) -> Any:
     with np.errstate(over="ignore"):
         bar = np.float32(x)
     return np.nextafter(bar, np.float32(-np.inf)) if float(bar) >= x else bar
+
+
+def above_float32(x: F64) -> NDArray[np.float32]:
+    """The smallest float32 numbers that are not below x; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        near = x.astype(np.float32)
+    return np.where(near.astype(np.float64) < x, np.nextafter(near, np.float32(np.inf)), near)

@@ -29,10 +29,20 @@ I64 = NDArray[np.int64]
 class Cascade(Protocol):
     """A shadow bound and the weights it is about."""
 
-    def top_k(self, h: F64, k: int, spare: int, budget: int, race: Any = None, margin: Any = None) -> Any:
+    def top_k(
+        self,
+        h: F64,
+        k: int,
+        spare: int,
+        budget: int,
+        race: Any = None,
+        margin: Any = None,
+        guess: I64 | None = None,
+    ) -> Any:
         """All of `CertifiedHead._descend` in one call, see cpp/module.cpp; the reference has none. race: seeds (B,)
         uint64, streams, positions (B,) int64 and temperatures (B,) float64, for the k first of races. margin: how far
-        below the k-th rows are scored as well, a share of it and (B,) float64 in scores."""
+        below the k-th rows are scored as well, a share of it and (B,) float64 in scores. guess: (B, k) rows, without
+        the other two."""
 
     def ledger(self, h: F64, race: Any = None) -> Any:
         """A ledger of states h (B, d), see cpp/ledger.hpp. race: as for `top_k`; temperature 0: the state has none."""
@@ -59,6 +69,11 @@ class Kernels(Protocol):
 
     def screen(self, plane: Any, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         """Plane 0 for every row: centre and upper, (B, V). Blocks of 16 rows that are not open get -inf."""
+
+    def sift(self, plane: Any, states: PlaneStates, bars: F32) -> list[tuple[I64, F32, F32, float]]:
+        """Plane 0 for states that know a bar, (B,): for each the rows whose upper bound is not at most the bar, their
+        centre and upper as `screen` has them, and at least the upper bound of every other row. Blocks of 16 rows that
+        `bounds.planes.sieves` leaves below the bar are not looked at further."""
 
     def refine(self, plane: Any, states: PlaneStates, rows: I64, start: F32) -> tuple[F32, F32]:
         """A later plane for n rows of one state: centre and upper, (n,)."""

@@ -53,9 +53,16 @@ class NativeCascade:
         self._cascade, self._isa, self._team = cascade, isa, team
 
     def top_k(
-        self, h: NDArray[np.float64], k: int, spare: int, budget: int, race: Any = None, margin: Any = None
+        self,
+        h: NDArray[np.float64],
+        k: int,
+        spare: int,
+        budget: int,
+        race: Any = None,
+        margin: Any = None,
+        guess: NDArray[np.int64] | None = None,
     ) -> Any:
-        return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race, margin)
+        return self._cascade.scan(self._isa, self._team, h, k, spare, budget, race, margin, guess)
 
     def ledger(self, h: NDArray[np.float64], race: Any = None) -> Any:
         return _native.Ledger(self._cascade, self._isa, self._team, h, race)
@@ -115,6 +122,11 @@ class NativeKernels:
         upper = np.empty_like(centre)
         _native.screen(self.name, self._team, handle, states.hi, states.lo, states.params, open_blocks, centre, upper)
         return centre, upper
+
+    def sift(
+        self, plane: tuple[Any, int], states: PlaneStates, bars: NDArray[np.float32]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], float]]:
+        return _native.sift(self.name, plane[0], states.hi, states.lo, states.params, bars)
 
     def refine(
         self, plane: tuple[Any, int], states: PlaneStates, rows: NDArray[np.int64], start: NDArray[np.float32]

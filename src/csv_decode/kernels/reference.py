@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds.planes import INTERLEAVE, Plane, PlaneStates
-from ..bounds.rounding import RELATIVE, SMALLEST_STATE, below_float32, score_error
+from ..bounds.planes import INTERLEAVE, Plane, PlaneStates, sieves
+from ..bounds.rounding import RELATIVE, SMALLEST_STATE, above_float32, below_float32, score_error
 from ..noise import gumbel
 from ..spec import Rows
 
@@ -26,12 +26,6 @@ class _Bound(NamedTuple):
     plane: Plane
     rho: F64
     bias: F64 | None
-
-
-def _round_up(x: F64) -> F32:
-    with np.errstate(over="ignore"):
-        near = x.astype(np.float32)
-    return np.where(near.astype(np.float64) < x, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def _fold(terms: F64) -> F64:
@@ -77,7 +71,7 @@ class ReferenceKernels:
         along = rho * (half_scale * ((dot + dot) - offset))
         radius = rho * (constant + ((r[:, 0] * n0 + r[:, 1] * n1) + (r[:, 2] * n2 + r[:, 3] * n3)))
         mid = start + along
-        return mid.astype(np.float32), _round_up((mid + radius) + (slack + np.abs(start) * start_slack))
+        return mid.astype(np.float32), above_float32((mid + radius) + (slack + np.abs(start) * start_slack))
 
     def screen(self, plane: _Bound, states: PlaneStates, open_blocks: NDArray[np.uint8] | None) -> tuple[F32, F32]:
         n = len(plane.rho)
@@ -93,6 +87,35 @@ class ReferenceKernels:
             closed = np.repeat(open_blocks == 0, INTERLEAVE)[:n]
             centre[:, closed] = upper[:, closed] = -np.inf
         return centre, upper
+
+    def sieve(self, plane: _Bound, states: PlaneStates) -> F32:
+        """The upper bounds (B, V) of `bounds.planes.sieves`."""
+        codes, radii = plane.plane.unpack(plane.plane.rows(0, len(plane.rho)))
+        rho, r = plane.rho.astype(np.float32), radii.astype(np.float32)
+        out = np.empty((len(states.params), len(rho)), np.float32)
+        for b, (step, constant, n0, n1, n2, n3, start) in enumerate(sieves(plane.plane, states)):
+            dot = (codes.astype(np.int64) @ states.hi[b].astype(np.int64)).astype(np.float32)
+            with np.errstate(over="ignore", invalid="ignore"):
+                inner = step * dot + (((r[:, 0] * n0 + r[:, 1] * n1) + (r[:, 2] * n2 + r[:, 3] * n3)) + constant)
+                if plane.bias is not None:
+                    bias = plane.bias.astype(np.float32)
+                    start = start + (bias + np.abs(bias) * np.float32(2.0**-20))
+                out[b] = rho * inner + start
+        return out
+
+    def sift(self, plane: _Bound, states: PlaneStates, bars: F32) -> list[tuple[I64, F32, F32, float]]:
+        n, out = len(plane.rho), []
+        centre, upper = self.screen(plane, states, None)
+        coarse = self.sieve(plane, states)
+        whole = np.arange(n) < n // INTERLEAVE * INTERLEAVE  # a block of fewer rows is looked at whatever its bounds
+        for b, bar in enumerate(bars):
+            closed = (coarse[b] <= bar) & (coarse[b] > -np.inf) & whole
+            closed &= np.repeat(np.logical_and.reduceat(closed, np.arange(0, n, INTERLEAVE)), INTERLEAVE)[:n]
+            kept = ~closed & ~(upper[b] <= bar)
+            others = np.where(closed, coarse[b], upper[b])[~kept]
+            rows = np.nonzero(kept)[0].astype(np.int64)
+            out.append((rows, centre[b, rows], upper[b, rows], float(np.max(others, initial=-np.inf))))
+        return out
 
     def refine(self, plane: _Bound, states: PlaneStates, rows: I64, start: F32) -> tuple[F32, F32]:
         return self._bounds(plane, plane.plane.words[rows], plane.rho[rows], states, 0, start.astype(np.float64))
