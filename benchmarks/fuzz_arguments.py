@@ -49,6 +49,7 @@ MODES: list[tuple[str, dict[str, Any]]] = [
     ("log_partition", {"width": 1e-3, "temperature": 1.0}),
     ("within", {"margin": 2.0}),
     ("top_k", {"k": 3}),
+    ("top_k", {"k": 3, "guess": np.arange(9).reshape(3, 3)}),
     ("log_probs", {"ids": np.arange(9).reshape(3, 3), "width": 1e-3}),
     ("top_log_probs", {"k": 4, "width": 1e-3}),
 ]

@@ -32,6 +32,7 @@ from csv_decode.bounds.rounding import INFLATE, SMALLEST_STATE, gamma
 from csv_decode.bounds.shadow import ShadowBound
 from csv_decode.kernels import get_kernels
 from csv_decode.kernels.native import supported
+from csv_decode.kernels.reference import ReferenceKernels
 from csv_decode.narrow import logit_interval, sum_error
 from csv_decode.scan import exact_rows
 
@@ -280,6 +281,10 @@ def check_planes(
         live = usable(prepared, h)
         centre, upper = k.screen(k.bind(shadow.planes[0], shadow.rho, bias), prepared[0], None)
         label = "probabilistic plane" if sigma else "plane"
+        if isinstance(k, ReferenceKernels):
+            coarse = k.sieve(k.bind(shadow.planes[0], shadow.rho, bias), prepared[0])
+            coarse = np.where(live[:, None] & (coarse > -np.inf), coarse, np.float32(np.inf))
+            check_bounds(report, f"{label} 0, high bytes", centre, coarse, truth, False, where)
         spread = shadow.spread(k, h, bias)
         for p, plane in enumerate(shadow.planes):
             if p:

@@ -118,6 +118,10 @@ def check_head(
     top = head.top_k(h, k, allowed=mask)
     first = [x.order[:k] + [-1] * (k - len(x.order)) for x in exact]
     judge("top_k", top, [top.ids[b].tolist() == first[b] for b in range(count)], k=k)
+    if not masked:
+        guess = np.stack([rng.integers(-1, spec.n_rows, k) if rng.random() < 0.5 else row for row in np.array(first)])
+        top = head.top_k(h, k, guess=guess)
+        judge("top_k, guesses", top, [top.ids[b].tolist() == first[b] for b in range(count)], k=k)
 
     for t in temperatures(rng, natural, 1e-37, 1e30):
         seed = int(rng.integers(2**63))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 
 import numpy as np
 import pytest
@@ -145,10 +147,17 @@ def test_the_cascade_in_one_native_call_does_what_the_one_in_python_does(kind: s
     spec = cd.HeadSpec(weight, np.random.default_rng(1).standard_normal(700).astype(np.float32), valid_rows=690)
     index = build(spec, states[:32], bits=planes)
     plain = cd.CertifiedHead(index, spec, kernels="reference")
+    rng = np.random.default_rng(2)
     for kernels in supported():
         head = cd.CertifiedHead(index, spec, kernels=kernels, threads=2)
-        for k in (1, 7):
-            a, b = head.top_k(states[32:48], k), plain.top_k(states[32:48], k)
+        for k, guessed in itertools.product((1, 7), (False, True)):
+            guess = None
+            if guessed:  # right, wrong, none, one row twice
+                guess = np.array(plain.top_k(states[32:48], k).ids)
+                guess[4:8] = [rng.choice(690, k, replace=False) for _ in range(4)]
+                guess[8:10], guess[10, -1], guess[11] = -1, -1, 5
+            a, b = head.top_k(states[32:48], k, guess=guess), plain.top_k(states[32:48], k, guess=guess)
+            np.testing.assert_array_equal(a.ids, plain.top_k(states[32:48], k).ids)
             np.testing.assert_array_equal(a.ids, b.ids)
             np.testing.assert_array_equal(a.logits, b.logits)
             assert a.certificates.fallback == b.certificates.fallback
@@ -157,6 +166,60 @@ def test_the_cascade_in_one_native_call_does_what_the_one_in_python_does(kind: s
             np.testing.assert_array_equal(a.certificates.survivors, b.certificates.survivors)
             np.testing.assert_array_equal(a.certificates.bytes_read, b.certificates.bytes_read)
             np.testing.assert_allclose(a.certificates.max_unopened, b.certificates.max_unopened, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", [*supported(), "reference"])
+def test_guesses_do_not_change_the_answer(kernels: str) -> None:
+    """Right ones, all wrong ones, the worst row, ties with the best row, a mask beside them."""
+    weight, states = make_head(1000, 40, kind="tied")
+    weight[500:] = weight[:500]  # each row twice
+    head = cd.CertifiedHead(build(weight, states[:32]), weight, budget=None, kernels=kernels)
+    h = states[32:41]
+    for k in (1, 2, 5):
+        want = head.top_k(h, k)
+        every = np.argsort(h.astype(np.float64) @ weight.T.astype(np.float64), axis=1)
+        for guess in (want.ids, every[:, :k], every[:, -k:], want.ids[::-1].copy(), (want.ids + 500) % 1000):
+            for ties in (False, True):
+                top = head.top_k(h, k, ties, guess=guess)
+                for b in range(len(h)):
+                    np.testing.assert_array_equal(np.sort(top.ids[b][:k]), np.sort(want.ids[b]))
+                assert top.certificates.certified.all()
+                cd.verify(top, h, weight)
+        allowed = np.arange(1000) % 3 > 0
+        np.testing.assert_array_equal(
+            head.top_k(h, k, allowed=allowed, guess=want.ids).ids, head.top_k(h, k, allowed=allowed).ids
+        )
+    np.testing.assert_array_equal(head.top_k(h, guess=np.arange(9)).ids, head.top_k(h).ids)  # (B,) for k = 1
+
+
+def test_right_guesses_read_no_more_and_score_fewer_rows() -> None:
+    weight, states = make_head(4000, 64)
+    head = cd.CertifiedHead(build(weight, states[:48]), weight)
+    plain = head.top_k(states[48:], 1)
+    right = head.top_k(states[48:], 1, guess=plain.ids)
+    assert (right.certificates.bytes_read <= plain.certificates.bytes_read + 64 * 4).all()
+    np.testing.assert_array_equal(right.certificates.survivors[:, 0], plain.certificates.survivors[:, 0])
+    low = head.top_k(states[48:], 1, guess=np.argmin(states[48:] @ weight.T, axis=1))
+    np.testing.assert_array_equal(low.ids, plain.ids)
+    assert low.certificates.certified.all()
+
+
+@pytest.mark.parametrize(
+    ("guess", "said"),
+    [
+        ([0, 1], "guesses have shape (2,)"),
+        ([[0, 1], [1, 2], [2, 3]], "2 guesses for each state, expected 1"),
+        ([0.0, 1.0, 2.0], "expected whole numbers (3,)"),
+        ([0, 1, 300], "guesses go from 0 to 300, expected -1 to 299"),
+        ([0, 1, -2], "guesses go from -2 to 1, expected -1 to 299"),
+        ("no", "expected whole numbers"),
+    ],
+)
+def test_bad_guesses_are_named(guess: object, said: str) -> None:
+    weight, states = make_head(300, 24)
+    head = cd.CertifiedHead(build(weight, states), weight)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        head.top_k(states[:3], guess=guess)  # type: ignore[arg-type]
 
 
 def test_a_tie_at_rank_k_returns_the_smaller_id() -> None:

@@ -102,15 +102,25 @@ def test_sampling_is_keyed_and_repeats(model: LlamaModel) -> None:
     assert fresh.run().ids == model.generate("the of", 3, temperature=1.0, seed=fresh.seed).run().ids
 
 
-def test_speculation_changes_no_token(model: LlamaModel) -> None:
-    drafted = 0
+def test_speculation_changes_no_token(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And drafts are guesses for the head, with the token behind them."""
+    top_k, drafted, guessed = model.head.top_k, 0, 0
+
+    def noted(states: Any, k: int, **more: Any) -> Any:
+        nonlocal guessed
+        if more["guess"] is not None:
+            assert more["guess"].shape == (len(states),)
+            guessed += len(states) - 1
+        return top_k(states, k, **more)
+
+    monkeypatch.setattr(model.head, "top_k", noted)
     for prompt in ("the of and the of and the of", "a s e t a s e t a s e t", "in in in in in"):
         plain = model.generate(prompt, 40).run()
         fast = model.generate(prompt, 40, speculate=True).run()
         assert fast.ids == plain.ids
         assert 0 <= fast.accepted <= fast.drafted
         drafted += fast.drafted
-    assert drafted > 0
+    assert drafted == guessed > 0
 
 
 def test_what_is_remembered_changes_no_token(model: LlamaModel) -> None:
@@ -186,6 +196,9 @@ def test_look_up() -> None:
     wrong.add(1)
     wrong.add(2)
     assert wrong.draft(9) == []
+    assert wrong.after(3) == [129, 1, 2]  # what came the last time, draft or not
+    assert Lookup([]).after(3) == Lookup([1, 2, 3]).after(3) == []
+    assert loop.after(25)[:20] == ([7, 8, 9] * 7)[:20]
     wrong.reset([*text, *text[:12]])
     assert wrong.draft(3) == text[12:15]
 

@@ -18,8 +18,8 @@ __all__ = ["Choice", "choose"]
 
 #: Ids (n,), exact logits (n,) and certificates of some states.
 Chosen = tuple[NDArray[np.int64], NDArray[np.float64], list[Certificate]]
-#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, and tokens that may well
-#: be the best ones, one for each state or none at all.
+#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, and tokens that may
+#: well be the best ones, one for each state or none at all.
 Asked = tuple["Choice", NDArray[np.float32], int, Array | None, list[int]]
 
 
