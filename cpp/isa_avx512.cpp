@@ -566,41 +566,59 @@ inline __m512 load16(const Brain* p, __mmask16 lanes) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
 }
 
+// One row against S states, whose sums stand beside each other, so that the row is widened once.
+template <int S, typename T>
+inline void score_row(const T* row, int64_t width, const double* h, double* value, double* magnitude, int64_t stride) {
+  __m512d sum[S][2], size[S][2];
+  for (int s = 0; s < S; ++s) sum[s][0] = sum[s][1] = size[s][0] = size[s][1] = _mm512_setzero_pd();
+  auto add = [&](__m512 w, const double* x, __mmask16 lanes) {
+    const __m512d w0 = _mm512_cvtps_pd(_mm512_castps512_ps256(w)), w1 = _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1));
+#pragma GCC unroll 4
+    for (int s = 0; s < S; ++s) {
+      const double* at = x + s * width;
+      const __m512d p0 = _mm512_mul_pd(w0, _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), at));
+      const __m512d p1 = _mm512_mul_pd(w1, _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes >> 8), at + 8));
+      sum[s][0] = _mm512_add_pd(sum[s][0], p0);
+      sum[s][1] = _mm512_add_pd(sum[s][1], p1);
+      size[s][0] = _mm512_add_pd(size[s][0], _mm512_abs_pd(p0));
+      size[s][1] = _mm512_add_pd(size[s][1], _mm512_abs_pd(p1));
+    }
+  };
+  int64_t j = 0;
+  for (; j + 16 <= width; j += 16) add(load16(row + j), h + j, 0xffff);
+  if (j < width) {
+    const __mmask16 lanes = static_cast<__mmask16>((1u << (width - j)) - 1);
+    add(load16(row + j, lanes), h + j, lanes);
+  }
+  for (int s = 0; s < S; ++s) {
+    alignas(64) double lane[16];
+    _mm512_store_pd(lane, sum[s][0]);
+    _mm512_store_pd(lane + 8, sum[s][1]);
+    value[s * stride] = fold16(lane);
+    _mm512_store_pd(lane, size[s][0]);
+    _mm512_store_pd(lane + 8, size[s][1]);
+    magnitude[s * stride] = fold16(lane);
+  }
+}
+
 template <typename T>
 void score_rows(const T* data, int64_t width, const int64_t* ids, int64_t first, int64_t last, const double* h,
                 int n_states, double* value, double* magnitude, int64_t stride) {
-  for (int64_t i = first; i < last; ++i) {
-    const T* row = data + (ids ? ids[i] : i) * width;
-    if (i + 4 < last) {
-      const char* next = reinterpret_cast<const char*>(data + (ids ? ids[i + 4] : i + 4) * width);
-      for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-    }
-    for (int b = 0; b < n_states; ++b) {
-      const double* x = h + b * width;
-      __m512d s0 = _mm512_setzero_pd(), s1 = s0, m0 = s0, m1 = s0;
-      auto add = [&](__m512 w, __m512d x0, __m512d x1) {
-        __m512d p0 = _mm512_mul_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(w)), x0);
-        __m512d p1 = _mm512_mul_pd(_mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1)), x1);
-        s0 = _mm512_add_pd(s0, p0);
-        s1 = _mm512_add_pd(s1, p1);
-        m0 = _mm512_add_pd(m0, _mm512_abs_pd(p0));
-        m1 = _mm512_add_pd(m1, _mm512_abs_pd(p1));
-      };
-      int64_t j = 0;
-      for (; j + 16 <= width; j += 16) add(load16(row + j), _mm512_loadu_pd(x + j), _mm512_loadu_pd(x + j + 8));
-      if (j < width) {
-        const __mmask16 lanes = static_cast<__mmask16>((1u << (width - j)) - 1);
-        add(load16(row + j, lanes), _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), x + j),
-            _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes >> 8), x + j + 8));
+  constexpr int64_t kRowTile = 16;  // rows that one group of states has to itself: both stay in the caches
+  for (int64_t tile = first; tile < last; tile += kRowTile) {
+    const int64_t end = tile + kRowTile < last ? tile + kRowTile : last;
+    in_groups<4>(n_states, [&](int b, auto group) {
+      for (int64_t i = tile; i < end; ++i) {
+        if (b == 0 && i + 4 < last) {
+          const char* next = reinterpret_cast<const char*>(data + (ids ? ids[i + 4] : i + 4) * width);
+          for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += 64)
+            _mm_prefetch(next + at, _MM_HINT_T1);
+        }
+        const int64_t to = b * stride + i;
+        score_row<decltype(group)::value>(data + (ids ? ids[i] : i) * width, width, h + b * width, value + to,
+                                          magnitude + to, stride);
       }
-      alignas(64) double lane[16];
-      _mm512_store_pd(lane, s0);
-      _mm512_store_pd(lane + 8, s1);
-      value[b * stride + i] = fold16(lane);
-      _mm512_store_pd(lane, m0);
-      _mm512_store_pd(lane + 8, m1);
-      magnitude[b * stride + i] = fold16(lane);
-    }
+    });
   }
 }
 
