@@ -210,9 +210,7 @@ def sliced(weight: np.ndarray, h: np.ndarray, slices: int = 3) -> Truth:
 def check_scores(report: Report, spec: cd.HeadSpec, h: np.ndarray, truth: Truth, kernels: str, where: str) -> None:
     """`Kernels.score`, the bias, and `score_error`."""
     k, ids = get_kernels(kernels, 1), np.arange(spec.n_rows)
-    value, error = (
-        np.stack(x) for x in zip(*(exact_rows(spec, k, h[b : b + 1], ids) for b in range(len(h))), strict=True)
-    )
+    value, error = exact_rows(spec, k, h, ids)
     report.add(
         "scores",
         np.abs(truth.above(value)),
@@ -409,7 +407,7 @@ def check_narrow(report: Report, spec: cd.HeadSpec, h: np.ndarray, kernels: str,
             z = torch.nn.functional.linear(batch, weight).double().numpy()
         wide = batch.double().numpy()
         for b in range(len(z)):
-            value, error = exact_rows(bare, k, wide[b : b + 1], ids)
+            value, error = (x[0] for x in exact_rows(bare, k, wide[b : b + 1], ids))
             alpha = sum_error(spec.width, error / g * INFLATE, float(np.abs(wide[b]).max()) + largest_weight(bare))
             with np.errstate(over="ignore"):
                 low, high = logit_interval(value, error + alpha, spec.rows.kind)

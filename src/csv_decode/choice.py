@@ -18,9 +18,9 @@ __all__ = ["Choice", "choose"]
 
 #: Ids (n,), exact logits (n,) and certificates of some states.
 Chosen = tuple[NDArray[np.int64], NDArray[np.float64], list[Certificate]]
-#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, and tokens that may
-#: well be the best ones, one for each state or none at all.
-Asked = tuple["Choice", NDArray[np.float32], int, Array | None, list[int]]
+#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, the tokens that the states
+#: after the first one suppose (n - 1), and others that may well come next.
+Asked = tuple["Choice", NDArray[np.float32], int, Array | None, list[int], list[int]]
 
 
 class Choice:
@@ -102,43 +102,62 @@ class Choice:
 
 
 def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
-    """Tokens of several texts. Greedy texts are one call of the head, sampled ones another."""
+    """Tokens of several texts. Greedy texts are one call of the head, sampled ones another. A greedy text may get fewer
+    than it has states: none behind a draft that is seen to be wrong."""
     out = dict[int, Chosen]()
     for greedy in (True, False):
         numbers = [i for i, (choice, *_) in enumerate(texts) if (choice.temperature == 0) == greedy]
         if not numbers:
             continue
         some = [texts[i] for i in numbers]
-        found = _best(head, some) if greedy else _draw(head, some)
+        if greedy:
+            cut = [_cut(head, text) for text in some]
+            found = _best(head, some, cut)
+            sizes = [len(guess) for guess in cut]
+        else:
+            found = _draw(head, some)
+            sizes = [len(states) for _, states, *_ in some]
         first = 0
-        for i, (choice, states, position, allowed, _) in zip(numbers, some, strict=True):
-            part = slice(first, first + len(states))
+        for i, size, (choice, states, position, allowed, *_) in zip(numbers, sizes, some, strict=True):
+            part = slice(first, first + size)
             out[i] = (found[0][part], found[1][part], found[2][part])
             if len(choice.biased):
-                out[i] = choice.with_biased(head, states, position, allowed, out[i])
-            first += len(states)
+                out[i] = choice.with_biased(head, states[:size], position, allowed, out[i])
+            first += size
     return [out[i] for i in range(len(texts))]
 
 
-def _states(texts: Sequence[Asked]) -> NDArray[np.float32]:
-    return texts[0][1] if len(texts) == 1 else np.concatenate([states for _, states, *_ in texts])
+def _cut(head: CertifiedHead, text: Asked) -> NDArray[np.int64]:
+    """For each state of a greedy text the best of the tokens that may well come next, up to the first state that thereby
+    differs from the draft: what is behind it belongs to another text. -1: not known."""
+    choice, states, *_, draft, recent = text
+    if not draft or len(choice.apart):
+        return np.full(len(states), -1)
+    ids = np.unique(draft + recent)
+    best = ids[np.argmax(np.asarray(head.scores(states, np.tile(ids, (len(states), 1))).logits), axis=1)]
+    wrong = np.nonzero(best[:-1] != draft)[0]
+    return best[: wrong[0] + 1] if len(wrong) else best
 
 
-def _masks(rows: int, texts: Sequence[Asked]) -> NDArray[np.uint32] | None:
-    """(n, V / 32) words for the states of all texts, or None."""
-    masks = [choice.mask(allowed, rows) for choice, _, _, allowed, _ in texts]
+def _joined(texts: Sequence[Asked], sizes: Sequence[int]) -> NDArray[np.float32]:
+    """The first states of each text."""
+    parts = [states[:size] for (_, states, *_), size in zip(texts, sizes, strict=True)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _masks(rows: int, texts: Sequence[Asked], sizes: Sequence[int]) -> NDArray[np.uint32] | None:
+    """(n, V / 32) words for the first states of each text, or None."""
+    masks = [choice.mask(allowed, rows) for choice, _, _, allowed, *_ in texts]
     if all(mask is None for mask in masks):
         return None
     full = np.full(-(-rows // 32), 2**32 - 1, np.uint32)
-    each = np.stack([full if mask is None else mask for mask in masks])
-    return np.repeat(each, [len(states) for _, states, *_ in texts], axis=0)
+    return np.repeat(np.stack([full if mask is None else mask for mask in masks]), sizes, axis=0)
 
 
-def _best(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
-    guess = None
-    if any(tokens for *_, tokens in texts):
-        guess = np.array([token for _, states, *_, tokens in texts for token in tokens or [-1] * len(states)])
-    top = head.top_k(_states(texts), 1, allowed=_masks(head.spec.n_rows, texts), guess=guess)
+def _best(head: CertifiedHead, texts: Sequence[Asked], cut: Sequence[NDArray[np.int64]]) -> Chosen:
+    sizes = [len(guess) for guess in cut]
+    guess = np.concatenate(cut) if sum(sizes) > 1 else None  # a state alone waits for the codes, whatever is known
+    top = head.top_k(_joined(texts, sizes), 1, allowed=_masks(head.spec.n_rows, texts, sizes), guess=guess)
     return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], list(top.certificates)
 
 
@@ -153,7 +172,7 @@ def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
     streams = [choice.stream for choice in choices]
     positions = [np.arange(at, at + len(states)) for _, states, at, *_ in texts]
     draw = head.sample(
-        _states(texts),
+        _joined(texts, counts),
         each([choice.temperature for choice in choices]),
         each([choice.filters[0] for choice in choices]),
         each([choice.filters[1] for choice in choices]),
@@ -161,7 +180,7 @@ def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
         seed=each([choice.seed for choice in choices], np.uint64),
         position=np.concatenate(positions) if len(positions) > 1 else positions[0],
         stream=streams[0] if sum(counts) == 1 else np.repeat(streams, counts),
-        allowed=_masks(head.spec.n_rows, texts),
+        allowed=_masks(head.spec.n_rows, texts, counts),
         filter_temperature=each([choice.filter_temperature for choice in choices]),
     )
     return draw.ids, draw.logits, list(draw.certificates)

@@ -73,8 +73,8 @@ class Lookup:
 
     def draft(self, room: int, others: int = 0) -> list[int]:
         """At most `room` tokens that probably come next, as many as pay in a step shared with so many other texts."""
-        _, length = self._match()
-        if not length:
+        place, length = self._match()
+        if place < 0:
             return []
         come, likely, count = 1.0 + others, 1.0, 0
         best = come / (1 + _COST * others)
@@ -85,14 +85,8 @@ class Lookup:
             gain = come / (1 + _COST * (others + n))
             if gain > best:
                 best, count = gain, n
-        return self.after(count)
-
-    def after(self, count: int) -> list[int]:
-        """So many tokens that followed the longest match; none without a match."""
-        place, _ = self._match()
         out: list[int] = []
-        for at in range(place + 1, place + 1 + count if place >= 0 else 0):
-            # beyond the end, they go on themselves: a loop of tokens
+        for at in range(place + 1, place + 1 + count):  # beyond the end, the draft itself goes on: a loop of tokens
             out.append(self._tokens[at] if at < len(self._tokens) else out[at - len(self._tokens)])
         return out
 

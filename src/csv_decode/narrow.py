@@ -159,7 +159,7 @@ def keeps_bound(spec: HeadSpec, kernels: Kernels, h: F64, logits: F64) -> bool:
     for first in range(0, spec.n_rows, 8192):
         weight = max(weight, float(np.abs(spec.rows.float32(slice(first, min(first + 8192, spec.n_rows)))).max()))
     for b in range(len(h)):
-        value, error = exact_rows(spec, kernels, h[b : b + 1])
+        value, error = (x[0] for x in exact_rows(spec, kernels, h[b : b + 1]))
         alpha = sum_error(spec.width, error / g * INFLATE, weight + float(np.abs(h[b]).max()))
         low, high = logit_interval(value, error + alpha, spec.rows.kind)
         inside = (logits[b, : spec.n_rows] >= low) & (logits[b, : spec.n_rows] <= high)

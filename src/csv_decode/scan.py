@@ -99,7 +99,7 @@ class Scan:
         if self._ledger is not None and not self._closed[b]:
             value, error = self._ledger.score(b, ids)
         else:
-            value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], ids)
+            value, error = (x[0] for x in exact_rows(self.spec, self.kernels, self.h[b : b + 1], ids))
         self._parts[b].append((ids, value, error))
 
     def score(self, b: int, ids: I64) -> None:
@@ -116,7 +116,7 @@ class Scan:
             return
         bits = self.allowed[b]
         some = None if bits is None else allowed_ids(bits, self.spec.n_rows)
-        value, error = exact_rows(self.spec, self.kernels, self.h[b : b + 1], some)
+        value, error = (x[0] for x in exact_rows(self.spec, self.kernels, self.h[b : b + 1], some))
         ids = np.arange(self.spec.n_rows) if some is None else some
         self._parts[b] = [(ids, value, error)]
         self._closed[b] = True
@@ -266,13 +266,13 @@ class Scan:
 
 
 def exact_rows(spec: HeadSpec, kernels: Kernels, h: F64, ids: I64 | None = None) -> tuple[F64, F64]:
-    """Scores of rows ids (n,), or of all, for one state (1, d), bias included, and their errors."""
+    """Scores (B, n) of rows ids (n,), or of all, for states (B, d), bias included, and their errors."""
     rows = spec.valid_rows_only()
     value, magnitude = kernels.score(rows, h, ids)
-    error = score_error(spec.width, magnitude[0]) if h.any() else np.zeros(len(value[0]))
+    error = np.where(h.any(axis=1, keepdims=True), score_error(spec.width, magnitude), 0.0)
     if spec.bias32 is None:
-        return value[0], error
-    total = value[0] + (spec.bias32[: spec.n_rows] if ids is None else spec.bias32[ids])
+        return value, error
+    total = value + (spec.bias32[: spec.n_rows] if ids is None else spec.bias32[ids])
     return total, error + RELATIVE * np.abs(total)
 
 

@@ -28,6 +28,8 @@ CONTEXT = 4096
 SEQUENCES = 4
 #: Positions of a text that are read at once, apart from its end, and that may serve another text.
 CHUNK = 64
+#: Of the tokens before a draft, those that are tried in its place.
+RECENT = 256
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Generation:
 @dataclass(eq=False)
 class _Work:
     """What it takes to go on with a text. tokens: all so far, less what a full context has dropped. draft: tokens to
-    try behind them. guess: these and the one behind; without a draft, nothing."""
+    try behind them."""
 
     tokens: list[int]
     choice: Choice
@@ -86,7 +88,6 @@ class _Work:
     lookup: Lookup | None
     allowed: Callable[[list[int]], Array | None] | None
     draft: list[int] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
 
 
 def shared_start(a: list[int], b: list[int]) -> int:
@@ -295,7 +296,8 @@ class Writer(ABC):
                     found,
                     run.prompt_tokens + len(run.ids),
                     work.allowed and work.allowed(work.tokens),
-                    work.guess,
+                    work.draft,
+                    work.tokens[-RECENT:] if work.draft else [],
                 )
                 for (_, run, work), found in zip(active.values(), states, strict=True)
             ]
@@ -366,7 +368,6 @@ class Writer(ABC):
         if work.lookup:
             room = min(work.max_tokens - len(run.ids), self.context - len(work.tokens)) - 1
             work.draft = work.lookup.draft(room, min(others, self.sequences - 1))
-            work.guess = work.lookup.after(len(work.draft) + 1) if work.draft else []
             run.drafted += len(work.draft)
 
 
