@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import csv_decode as cd
+from csv_decode.choice import Choice, choose
 from csv_decode.kernels.native import supported
 
 from .conftest import KINDS, make_head
@@ -192,7 +193,18 @@ def test_guesses_do_not_change_the_answer(kernels: str) -> None:
     np.testing.assert_array_equal(head.top_k(h, guess=np.arange(9)).ids, head.top_k(h).ids)  # (B,) for k = 1
 
 
-def test_right_guesses_read_no_more_and_score_fewer_rows() -> None:
+def test_scores_of_the_same_ids_in_every_state() -> None:
+    weight, states = make_head(300, 24)
+    head = cd.CertifiedHead(None, weight)
+    ids = np.array([[3, 1, 299]])
+    states[1] = 0
+    one, each = head.scores(states[:4], ids), head.scores(states[:4], np.tile(ids, (4, 1)))
+    for column in ("ids", "logits", "error"):
+        np.testing.assert_array_equal(getattr(one, column), getattr(each, column))
+    assert head.scores(states[0], ids).logits.shape == (1, 3)
+
+
+def test_a_right_guess_leaves_as_many_rows_and_a_low_one_is_no_harm() -> None:
     weight, states = make_head(4000, 64)
     head = cd.CertifiedHead(build(weight, states[:48]), weight)
     plain = head.top_k(states[48:], 1)
@@ -220,6 +232,29 @@ def test_bad_guesses_are_named(guess: object, said: str) -> None:
     head = cd.CertifiedHead(build(weight, states), weight)
     with pytest.raises(ValueError, match=re.escape(said)):
         head.top_k(states[:3], guess=guess)  # type: ignore[arg-type]
+
+
+def test_a_draft_that_a_token_beats_is_cut() -> None:
+    """States behind a wrong token suppose another text: the head does not look at them."""
+    weight, states = make_head(300, 24)
+    head = cd.CertifiedHead(None, weight)
+    best = np.asarray(head.top_k(states[:6]).ids)[:, 0].tolist()
+    choice = Choice(head, 0.0, 0, 1.0, 0.0, 0, 0, {}, False)
+
+    def chosen(draft: list[int], recent: list[int], choice: Choice = choice) -> list[int]:
+        ((ids, logits, certificates),) = choose(head, [(choice, states[: len(draft) + 1], 0, None, draft, recent)])
+        assert len(ids) == len(logits) == len(certificates)
+        return ids.tolist()
+
+    second = int(np.argsort(states[0] @ weight.T)[-2])
+    worst = int(np.argmin(states[2] @ weight.T))
+    assert chosen(best[:5], []) == best
+    assert chosen([second], []) == best[:2], "nothing tells that it is wrong"
+    assert chosen([second], [best[0]]) == best[:1]
+    assert chosen([*best[:2], worst, *best[3:5]], [5, 6]) == best[:3]
+    assert chosen([*best[:2], worst, *best[3:5]], list(range(300))) == best[:3]
+    banned = Choice(head, 0.0, 0, 1.0, 0.0, 0, 0, {worst: -np.inf}, False)  # then scores alone do not tell
+    assert chosen([*best[:2], worst, *best[3:5]], [5, 6], banned) == best
 
 
 def test_a_tie_at_rank_k_returns_the_smaller_id() -> None:

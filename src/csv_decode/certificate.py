@@ -247,17 +247,18 @@ class Statistics:
 
     def add(self, certificates: Certificates, seconds: float) -> None:
         self.states += len(certificates)
-        for reason in certificates.fallback:
-            if reason is not None:
-                self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        for reason in filter(None, certificates.fallback):
+            self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         self.rows_scored += int(certificates.rows_scored.sum())
         self.bytes_read += int(certificates.bytes_read.sum())
         self.bytes_dense += certificates.bytes_dense * len(certificates)
         self.seconds += seconds
         energy = certificates.energy
-        if np.isnan(energy.sum()):
+        total = float(energy.sum())
+        if total != total:
             energy = energy[~np.isnan(energy)]
-        self.energy += float(energy.sum())
+            total = float(energy.sum())
+        self.energy += total
         self.energy_states += len(energy)
 
     @property

@@ -18,8 +18,8 @@ __all__ = ["Choice", "choose"]
 
 #: Ids (n,), exact logits (n,) and certificates of some states.
 Chosen = tuple[NDArray[np.int64], NDArray[np.float64], list[Certificate]]
-#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, the tokens that the states
-#: after the first one suppose (n - 1), and others that may well come next.
+#: The settings of a text, states (n, d), the position of the first one, a mask for all of them, the tokens that the
+#: states after the first one suppose (n - 1), and others that may well come next.
 Asked = tuple["Choice", NDArray[np.float32], int, Array | None, list[int], list[int]]
 
 
@@ -110,13 +110,9 @@ def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
         if not numbers:
             continue
         some = [texts[i] for i in numbers]
-        if greedy:
-            cut = [_cut(head, text) for text in some]
-            found = _best(head, some, cut)
-            sizes = [len(guess) for guess in cut]
-        else:
-            found = _draw(head, some)
-            sizes = [len(states) for _, states, *_ in some]
+        guesses = [_guess(head, text) if greedy else None for text in some]
+        sizes = [len(states if g is None else g) for g, (_, states, *_) in zip(guesses, some, strict=True)]
+        found = _best(head, some, sizes, guesses) if greedy else _draw(head, some, sizes)
         first = 0
         for i, size, (choice, states, position, allowed, *_) in zip(numbers, sizes, some, strict=True):
             part = slice(first, first + size)
@@ -127,14 +123,14 @@ def choose(head: CertifiedHead, texts: Sequence[Asked]) -> list[Chosen]:
     return [out[i] for i in range(len(texts))]
 
 
-def _cut(head: CertifiedHead, text: Asked) -> NDArray[np.int64]:
-    """For each state of a greedy text the best of the tokens that may well come next, up to the first state that thereby
-    differs from the draft: what is behind it belongs to another text. -1: not known."""
+def _guess(head: CertifiedHead, text: Asked) -> NDArray[np.int64] | None:
+    """For the states of a draft the best of the tokens that may well come next, up to the first state in which that is
+    not the drafted one: what is behind it supposes another text."""
     choice, states, *_, draft, recent = text
     if not draft or len(choice.apart):
-        return np.full(len(states), -1)
-    ids = np.unique(draft + recent)
-    best = ids[np.argmax(np.asarray(head.scores(states, np.tile(ids, (len(states), 1))).logits), axis=1)]
+        return None
+    ids = np.array(sorted({*draft, *recent}))
+    best = ids[np.argmax(np.asarray(head.scores(states, ids[None]).logits), axis=1)]
     wrong = np.nonzero(best[:-1] != draft)[0]
     return best[: wrong[0] + 1] if len(wrong) else best
 
@@ -154,16 +150,20 @@ def _masks(rows: int, texts: Sequence[Asked], sizes: Sequence[int]) -> NDArray[n
     return np.repeat(np.stack([full if mask is None else mask for mask in masks]), sizes, axis=0)
 
 
-def _best(head: CertifiedHead, texts: Sequence[Asked], cut: Sequence[NDArray[np.int64]]) -> Chosen:
-    sizes = [len(guess) for guess in cut]
-    guess = np.concatenate(cut) if sum(sizes) > 1 else None  # a state alone waits for the codes, whatever is known
+def _best(
+    head: CertifiedHead,
+    texts: Sequence[Asked],
+    sizes: Sequence[int],
+    guesses: Sequence[NDArray[np.int64] | None],
+) -> Chosen:
+    guess = None
+    if sum(sizes) > 1 and any(g is not None for g in guesses):  # a state alone waits for the codes, whatever is known
+        guess = np.concatenate([np.full(size, -1) if g is None else g for size, g in zip(sizes, guesses, strict=True)])
     top = head.top_k(_joined(texts, sizes), 1, allowed=_masks(head.spec.n_rows, texts, sizes), guess=guess)
     return np.asarray(top.ids)[:, 0], np.asarray(top.logits)[:, 0], list(top.certificates)
 
 
-def _draw(head: CertifiedHead, texts: Sequence[Asked]) -> Chosen:
-    counts = [len(states) for _, states, *_ in texts]
-
+def _draw(head: CertifiedHead, texts: Sequence[Asked], counts: Sequence[int]) -> Chosen:
     def each(values: Sequence[Any], dtype: Any = None) -> Any:
         """A value of each text, for each of its states."""
         return values[0] if len(values) == 1 else np.repeat(np.array(values, dtype), counts)

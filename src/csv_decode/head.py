@@ -589,12 +589,14 @@ class CertifiedHead:
         return Within(ids, logits, margins, certificates, scan.allowed)
 
     def scores(self, hidden: Array, ids: Array) -> Scores:
-        """Exact logits of chosen ids, (B,) or (B, n)."""
+        """Exact logits of chosen ids, (B,) or (B, n), or (1, n) for the same ones in every state."""
         require_ieee()
         h = as_states(hidden, self.spec.width)
-        wanted = _ids_of(ids, len(h), self.spec.n_rows)
-        if (wanted == wanted[0]).all():  # the same for all states: each row is read once
+        same = np.ndim(ids) == 2 and len(ids) == 1
+        wanted = _ids_of(ids, 1 if same else len(h), self.spec.n_rows)
+        if same:
             value, error = exact_rows(self.spec, self.kernels, h, wanted[0])
+            wanted = np.broadcast_to(wanted, value.shape)
         else:
             each = [exact_rows(self.spec, self.kernels, h[b : b + 1], wanted[b]) for b in range(len(h))]
             value, error = (np.concatenate(column) for column in zip(*each, strict=True))

@@ -15,6 +15,7 @@ _LONGEST = 16  # tokens of a match that are told apart
 _COST = 0.35
 #: Matches of so many tokens and more are alike; how often their next token was right, as (right, tried) to start with.
 _CLASSES = ((2, 0.8, 2.0), (3, 1.2, 2.0), (5, 1.7, 2.0), (9, 1.9, 2.0))
+_CLASS_OF = [sum(length >= least for least, *_ in _CLASSES) - 1 for length in range(_LONGEST + 1)]
 
 
 class Lookup:
@@ -92,4 +93,4 @@ class Lookup:
 
 
 def _class(length: int) -> int:
-    return max(i for i, (least, *_) in enumerate(_CLASSES) if length >= least)
+    return _CLASS_OF[min(length, _LONGEST)]

@@ -29,7 +29,7 @@ SEQUENCES = 4
 #: Positions of a text that are read at once, apart from its end, and that may serve another text.
 CHUNK = 64
 #: Of the tokens before a draft, those that are tried in its place.
-RECENT = 256
+RECENT = 64
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,10 @@ class Writer(ABC):
                 self._tokens_of_grammars = Tokens(self.vocabulary, self.head.spec.n_rows)
             allowed = grammar.follow(self._tokens_of_grammars)
         lookup = Lookup(ids) if flag("speculate", speculate) and self.can_draft and allowed is None else None
-        work = _Work(list(ids), choice, _Text(stop), max_tokens, lookup, allowed)
-        return Generation(self, len(ids), seed, _work=work)
+        # what the prompt itself suggests is read with it
+        draft = lookup.draft(min(max_tokens, self.context - len(ids)) - 1) if lookup else []
+        work = _Work(list(ids), choice, _Text(stop), max_tokens, lookup, allowed, draft)
+        return Generation(self, len(ids), seed, drafted=len(draft), _work=work)
 
     def together(self, runs: Sequence[Generation]) -> Iterator[tuple[int, Step]]:
         """The steps of several texts, each as (number of the text, step). At most `sequences` of them, and as many as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from pathlib import Path
@@ -52,6 +53,7 @@ class Vocabulary:
         self.size = int(self._lib.llama_vocab_n_tokens(self._vocab))
         self.begin = int(self._lib.llama_vocab_bos(self._vocab))
         self.end = int(self._lib.llama_vocab_eos(self._vocab))
+        self._known = functools.lru_cache(1 << 15)(self._read)  # a text asks for the same tokens again and again
 
     def close(self) -> None:
         if self._model:
@@ -78,20 +80,23 @@ class Vocabulary:
         """What a token stands for; special tokens stand for nothing unless `special`, nor do rows behind the last
         token."""
         self._check()
+        return self._known(token, special)[0]
+
+    def ends(self, token: int) -> bool:
+        """Whether it ends the generation."""
+        self._check()
+        return self._known(token, False)[1]
+
+    def _read(self, token: int, special: bool) -> tuple[bytes, bool]:
         if token >= self.size:
-            return b""
+            return b"", False
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
             n = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
             if n >= 0:
-                return buffer.raw[:n]
+                return buffer.raw[:n], bool(self._lib.llama_vocab_is_eog(self._vocab, token))
             size = -n
-
-    def ends(self, token: int) -> bool:
-        """Whether it ends the generation."""
-        self._check()
-        return token < self.size and bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     def chat_template(self) -> str | None:
         self._check()
@@ -138,6 +143,13 @@ class Body:
             raise ModelError(f"llama.cpp cannot make a context of {context} positions for {path}; is memory short?")
         self._memory = lib.llama_get_memory(self._context)
         self._batch = lib.llama_batch_init(self.batch, width, sequences)
+        shape = (self.batch,)  # its columns as arrays; each input is of one sequence
+        self._inputs = np.ctypeslib.as_array(self._batch.embd, (self.batch, width))
+        self._positions, self._wanted = (
+            np.ctypeslib.as_array(column, shape) for column in (self._batch.pos, self._batch.logits)
+        )
+        np.ctypeslib.as_array(self._batch.n_seq_id, shape)[:] = 1
+        self._sequence_of = [-1] * self.batch
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -150,37 +162,37 @@ class Body:
     def evaluate(self, inputs: F32, positions: list[int], sequences: list[int], wanted: list[int]) -> F32:
         """Hidden states (len(wanted), d) of the inputs (n, d) with these numbers; n may exceed the batch."""
         out = np.empty((len(wanted), self.width), np.float32)
-        done = 0
+        to, size = out.__array_interface__["data"][0], self.width * 4
         with self._lock:
             if not self._context:
                 raise RuntimeError(_CLOSED)
             for first in range(0, len(inputs), self.batch):
-                part = range(first, min(first + self.batch, len(inputs)))
-                here = [i for i in wanted if i in part]
-                self._decode(inputs, positions, sequences, part, here)
-                for i in here:
-                    found = self._lib.llama_get_embeddings_ith(self._context, i - first)
+                last = min(first + self.batch, len(inputs))
+                here = [i - first for i in wanted if first <= i < last]
+                self._decode(inputs[first:last], positions[first:last], sequences[first:last], here)
+                for i in here:  # not llama_get_embeddings: with several sequences its order is another
+                    found = self._lib.llama_get_embeddings_ith(self._context, i)
                     if not found:
-                        raise RuntimeError(f"llama.cpp gave no hidden state for input {i}")
-                    ctypes.memmove(out.ctypes.data + done * self.width * 4, found, self.width * 4)
-                    done += 1
+                        raise RuntimeError(f"llama.cpp gave no hidden state for input {first + i}")
+                    ctypes.memmove(to, found, size)
+                    to += size
         return out
 
-    def _decode(self, inputs: F32, positions: list[int], sequences: list[int], part: range, wanted: list[int]) -> None:
-        batch, chosen = self._batch, set(wanted)
-        batch.n_tokens = len(part)
-        block = np.ascontiguousarray(inputs[part.start : part.stop], np.float32)
-        ctypes.memmove(batch.embd, block.ctypes.data, block.nbytes)
-        for at, i in enumerate(part):
-            batch.pos[at] = positions[i]
-            batch.n_seq_id[at] = 1
-            batch.seq_id[at][0] = sequences[i]
-            batch.logits[at] = i in chosen
+    def _decode(self, inputs: F32, positions: list[int], sequences: list[int], wanted: list[int]) -> None:
+        batch, n = self._batch, len(inputs)
+        batch.n_tokens = n
+        self._inputs[:n] = inputs
+        self._positions[:n] = positions
+        self._wanted[:n] = 0
+        self._wanted[wanted] = 1
+        for at, sequence in enumerate(sequences):
+            if self._sequence_of[at] != sequence:
+                batch.seq_id[at][0] = self._sequence_of[at] = sequence
         status = self._lib.llama_decode(self._context, batch)
         if status == 1:
             raise ContextFullError(f"the context of {self.context} positions is full")
         if status != 0:
-            raise RuntimeError(f"llama.cpp failed on {len(part)} inputs (status {status})")
+            raise RuntimeError(f"llama.cpp failed on {n} inputs (status {status})")
 
     def drop(self, sequence: int, start: int = 0, stop: int = -1) -> None:
         """Forgets positions from start on, up to stop (-1: all) of a sequence."""
