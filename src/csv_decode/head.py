@@ -114,7 +114,7 @@ def _ids_of(ids: Array, n_states: int, n_rows: int, name: str = "ids", lowest: i
         )
     if array.min() < lowest or array.max() >= n_rows:
         raise ValueError(f"{name} go from {array.min()} to {array.max()}, expected {lowest} to {n_rows - 1}")
-    return np.ascontiguousarray(array, np.int64)
+    return np.array(array, np.int64, order="C")
 
 
 class CertifiedHead:
@@ -596,7 +596,7 @@ class CertifiedHead:
         wanted = _ids_of(ids, 1 if same else len(h), self.spec.n_rows)
         if same:
             value, error = exact_rows(self.spec, self.kernels, h, wanted[0])
-            wanted = np.broadcast_to(wanted, value.shape)
+            wanted = np.repeat(wanted, len(h), axis=0)
         else:
             each = [exact_rows(self.spec, self.kernels, h[b : b + 1], wanted[b]) for b in range(len(h))]
             value, error = (np.concatenate(column) for column in zip(*each, strict=True))
