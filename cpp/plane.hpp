@@ -49,8 +49,8 @@ struct PlaneState {
 };
 
 // A state that knows a bar, for `sift`: with H the dot of a row's codes and the high bytes alone,
-//   step H + constant + sum_g radius_g * norm_g,   times rho, plus start (and bias),
-// in float32 and in that order, is above the row's score; see `sieve_of` in cascade.cpp.
+//   rho * (step H + sum_g radius_g * norm_g + constant) + start (and bias)
+// in float32, in the order of `sieve_upper`, is above the row's score; bounds/planes.py (`sieves`) has the proof.
 struct Sieve {
   PlaneState fine;
   float step;

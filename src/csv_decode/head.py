@@ -243,8 +243,8 @@ class CertifiedHead:
             guess: (B, k), or (B,) where k is 1: ids that may well be the answer, such as the tokens of a draft; -1 in a
                 state without. The answer does not depend on them. Scored first, they tell how little a row must promise
                 to be left out, and then half of the state's bits are enough for most rows: with several states at
-                once, right guesses save a third of the time and more, and wrong ones cost about as much. Not used with
-                `allowed`.
+                once, right guesses save a fifth to a third of the time; one wrong in four uses up most of that
+                (docs/tuning.md). Not used with `allowed`.
 
         Raises ValueError for k out of range, another width, an empty batch, NaN or infinity, and RuntimeError where the
         thread flushes subnormal numbers to zero or does not round to nearest: no certificate holds there.
