@@ -8,8 +8,8 @@ sampled     T = 0.8, top-p 0.95; sampled ahead: with speculation
 look-up     three prompts that ask for what they hold, with speculation
 together    eight greedy prompts, and four draws from each of four prompts: at once against one after another
 exact       20 prompts: is every greedy id the exact argmax of its state over the dequantised head; where stock differs
-guesses     (if asked) milliseconds a state that the head takes for the look-up texts, 4 and 32 at once, in turns: without
-            guesses, with right ones, and with one wrong in four; mean, median, 90% and 99%
+guesses     (if asked) milliseconds a state that the head takes for the look-up texts, 4 or 32 at once, in turns:
+            without guesses, with right ones, with one wrong in four; mean, median, 90% and 99%
 start       seconds to open the model with a cached index, beside llama.cpp's own load
 clients     (if asked) a server, 200 requests of 16 clients, some of which leave: is each text that of its seed alone
 """
